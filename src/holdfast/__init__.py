@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from holdfast._integrations.install import install, installed, uninstall
     from holdfast._integrations.session import session
     from holdfast._layout.grid import Grid
-    from holdfast._loading.job import load
+    from holdfast._loading.load import load
     from holdfast._loading.request import LoadReport
     from holdfast._loading.stored_checkpoint import open as open  # noqa: A004
     from holdfast._maintenance.fingerprints import fingerprint
@@ -70,7 +70,7 @@ _WHERE = {
     "install": "holdfast._integrations.install",
     "installed": "holdfast._integrations.install",
     "latest": "holdfast._store.run_folder",
-    "load": "holdfast._loading.job",
+    "load": "holdfast._loading.load",
     "open": "holdfast._loading.stored_checkpoint",
     "open_groups": "holdfast._groups.lifecycle.open",
     "same": "holdfast._maintenance.same",

@@ -116,7 +116,7 @@ def many(count: int) -> Columns:
 
 def content(columns: Columns) -> list[Any]:
     """Everything that a reader believes, as plain values."""
-    found: list[Any] = [columns.names, columns.file_names]
+    found: list[Any] = [columns.names, columns.file_names, columns.shared]
     numbers = (
         "dtype", "kind", "ndim", "shape", "chunk_end", "offset", "size", "file", "position", "block",
         "digest_end", "digests", "file_size", "file_rank",

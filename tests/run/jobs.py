@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from datetime import timedelta
@@ -61,6 +62,27 @@ def train_by_the_clock(rank: int, run: str, seconds: float) -> tuple[list[int], 
                 begun = asked
     with holdfast.Checkpoints(run, job=JOB) as checkpoints:
         return due, checkpoints.steps(), times
+
+
+def close_early(rank: int, run: str) -> tuple[int, list[str]]:
+    """Rank 1 closes its run after ten steps, and the others go on: the saves after that, and what is said."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("holdfast").addHandler(handler)
+    saves = 0
+    try:
+        with holdfast.Checkpoints(run, save_every=timedelta(seconds=1.5), job=JOB) as checkpoints:
+            for step in range(500):
+                if (rank == 1 and step == 10) or any("has closed" in line for line in said):
+                    break
+                time.sleep(0.02)
+                if step < 10:
+                    dist.barrier()
+                saves += checkpoints.should_save(step)
+    finally:
+        logging.getLogger("holdfast").removeHandler(handler)
+    return saves, [line for line in said if "has closed" in line]
 
 
 def two_loops_by_the_clock(rank: int, run: str) -> list[list[int]]:

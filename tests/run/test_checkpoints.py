@@ -47,6 +47,14 @@ def test_a_second_loop_in_the_same_run_waits_for_its_own_time(tmp_path: Path) ->
     assert all(loop and loop[0] > 10 for loop in found[0])
 
 
+def test_a_rank_that_closes_before_the_others_is_named_to_them(tmp_path: Path) -> None:
+    with ProcessWorld(3) as world:
+        found = world.run(jobs.close_early, str(tmp_path))
+    assert [saves for saves, _ in found] == [0, 0, 0]
+    assert [len(said) for _, said in found] == [1, 0, 1]
+    assert "rank 1 has closed its Checkpoints, 10 steps after the last save" in found[0][1][0]
+
+
 def test_saves_by_number(tmp_path: Path) -> None:
     with ProcessWorld(2) as world:
         for asked, saved, committed in world.run(jobs.save_by_number, str(tmp_path)):

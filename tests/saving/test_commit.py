@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -26,10 +27,11 @@ from holdfast._saving.request import SaveRequest
 from holdfast._state.flatten import flatten
 from holdfast._store import filesystem
 from holdfast._store.local import LocalStore
-from holdfast.errors import CommitUnconfirmed, Conflict, HoldfastError, SaveFailed
+from holdfast.errors import CommitUnconfirmed, Conflict, DeadlineExceeded, HoldfastError, SaveFailed
 from holdfast.testing import ManualClock, MemoryStore
 from tests.protocol.test_protocol import ranks
 from tests.store.faults import FOREVER, Faults
+from tests.system.jobs import interruptible
 
 Publish = Callable[[LocalStore, str, bytes, bytes | None], None]
 real_publish: Publish = LocalStore.publish
@@ -258,3 +260,35 @@ def test_files_are_read_back_in_one_piece_each_and_together_where_storage_is_slo
     back = {name: torch.zeros(4) for name in tensors}
     holdfast.load(back, store, job=holdfast.Job(no_dist=True))
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+def test_a_save_after_ctrl_c_waits_for_what_storage_still_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage puts the first index in place only after the interrupted call has returned."""
+    entered, goes_on = threading.Event(), threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+    reached = interruptible()
+
+    def slow(self: LocalStore, name: str, data: bytes, replacing: bytes | None) -> None:
+        if not entered.is_set():
+            entered.set()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert reached.wait(30)
+            assert goes_on.wait(60)
+        real_publish(self, name, data, replacing)
+
+    monkeypatch.setattr(LocalStore, "publish", slow)
+    job = holdfast.Job(no_dist=True, timeout=60)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            holdfast.save({"value": 1}, tmp_path / "it", job=job)
+        assert not (tmp_path / "it" / "index.safetensors").exists()
+        with pytest.raises(DeadlineExceeded, match="an earlier save of this process, which was interrupted"):
+            holdfast.save({"value": 2}, tmp_path / "it", job=holdfast.Job(no_dist=True, timeout=0.5))
+        threading.Timer(0.5, goes_on.set).start()
+        holdfast.save({"value": 3}, tmp_path / "it", job=job)
+    finally:
+        goes_on.set()
+        signal.signal(signal.SIGINT, before)
+    assert holdfast.load(tmp_path / "it") == {"value": 3}

@@ -56,7 +56,9 @@ def links(folder: Path) -> list[Path]:
 def columns_of(folder: Path) -> dict[str, Any]:
     with open_index(LocalStore(folder)) as index:
         columns = vars(index.select())
-    return {name: value if isinstance(value, list) else value.tolist() for name, value in columns.items()}
+    return {
+        name: value if isinstance(value, list | bool) else value.tolist() for name, value in columns.items()
+    }
 
 
 def layers(versions: list[int]) -> dict[str, Any]:
@@ -358,12 +360,12 @@ def test_fingerprints_of_linked_bytes_are_kept(tmp_path: Path) -> None:
 def test_a_tensor_is_only_linked_as_what_it_was(tmp_path: Path) -> None:
     """Equal bytes of another dtype, shape, place or name are written."""
     zeros = torch.zeros(64, 64)
-    holdfast.save({"a": zeros, "b": zeros, "c": zeros, "d": zeros}, step_of(tmp_path, 1), job=ALONE)
-    state = {"a": zeros.to(torch.int32), "b": zeros.reshape(32, 128), "e": zeros, "d": zeros}
+    holdfast.save({name: zeros.clone() for name in "abcd"}, step_of(tmp_path, 1), job=ALONE)
+    state = {"a": zeros.to(torch.int32), "b": zeros.reshape(32, 128).clone(), "e": zeros.clone(), "d": zeros}
     holdfast.save(state, step_of(tmp_path, 2), job=ALONE, expected=None)
     assert links(step_of(tmp_path, 2)) == []  # `d` alone is too little of the file
     assert verify(str(step_of(tmp_path, 2))).whole
-    many = {"a": zeros, "f": [zeros] * 8}
+    many = {"a": zeros, "f": [zeros.clone() for _ in range(8)]}
     holdfast.save(many, step_of(tmp_path, 3), job=ALONE, expected=None)
     holdfast.save({**many, "a": zeros.to(torch.int32)}, step_of(tmp_path, 4), job=ALONE)
     assert len(links(step_of(tmp_path, 4))) == 1
@@ -397,10 +399,29 @@ def test_a_file_that_a_load_found_damaged_is_not_linked_again(tmp_path: Path) ->
 
 
 def test_what_is_remembered_of_saves_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the last number of a path is not the step's, each step looks like a run of its own."""
+    """Where a path does not tell which number is the step's, each step looks like a run of its own."""
     monkeypatch.setattr(unchanged, "_last", {})
     monkeypatch.setattr(unchanged, "RUNS", 3)
     job = holdfast.Job(no_dist=True, options=holdfast.Options(link_unchanged=True))
     for step in range(5):
-        holdfast.save({"w": torch.ones(2)}, tmp_path / f"step-{step}" / "part-1", job=job)
+        holdfast.save({"w": torch.ones(2)}, tmp_path / f"x-{step}" / "part-1", job=job)
     assert len(unchanged._last) == 3
+
+
+@pytest.mark.parametrize(
+    "folder", ["step-{}/part-{}", "checkpoint-{}/global_step{}", "iter_000{}/mp_rank_0{}", "a{}/{}"]
+)
+def test_a_step_of_several_folders_is_linked_to_the_step_before(folder: str, tmp_path: Path) -> None:
+    """Parts of a step are saved one after the other by the same process."""
+    written = {}
+    for step in (7, 8):
+        for part in (1, 2):
+            numbers = (
+                (step, step) if "global" in folder else (part, step) if folder[0] == "a" else (step, part)
+            )
+            state = layers([part * 10] * 3)
+            report = holdfast.save(state, tmp_path / folder.format(*numbers), job=ALONE)
+            written[step, part] = report.bytes_written
+            if "global" in folder:
+                break
+    assert all(size < 0.1 * written[7, part] for (step, part), size in written.items() if step == 8)

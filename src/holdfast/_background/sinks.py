@@ -116,6 +116,7 @@ def _order(
         options=options or job.options,
         earlier=job.earlier(),
         only=only,
+        tied=table.tied,
     )
 
 

@@ -95,6 +95,8 @@ def stage_wave(table: ShardTable, plan: SavePlan, cut: tuple[int, int], arena: A
                 arena.copy(start, address + first * itemsize, nbytes)
             else:
                 memory.gather(box, arena.view(start, nbytes))
+    for row, first in table.tied.items():
+        base[row] = base[first]
     return Staged(base.tolist(), nbytes=int(chunks.nbytes.sum()))
 
 

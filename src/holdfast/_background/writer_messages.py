@@ -50,6 +50,8 @@ class WriteJob(msgspec.Struct, tag="Job", array_like=True):
     """The save whose bytes are linked where they have not changed."""
     only: int | None = None
     """Write only this file of the plan; the arena holds no chunks of the others."""
+    tied: dict[int, int] = {}
+    """Rows with the memory of another row, and that row."""
 
 
 class Planned(msgspec.Struct, tag=True, array_like=True):

@@ -105,7 +105,7 @@ def write_job(
         for spec, box, base in zip(job.specs, job.boxes, job.base, strict=True)
     ]
     table = ShardTable(
-        job.rank, job.specs, job.boxes, list(job.replicas), job.unsharded, memory, job.deferred
+        job.rank, job.specs, job.boxes, list(job.replicas), job.unsharded, memory, job.deferred, job.tied
     )
     plan = plan_save(table, job.replicas, job.options)
     planned(int(plan.chunks.nbytes.sum()))

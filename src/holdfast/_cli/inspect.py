@@ -151,5 +151,7 @@ def _plain(value: object) -> str:
 
 def _row(tensor: Tensor) -> tuple[object, ...]:
     shown = str(list(tensor.shape)) if tensor.value is None else tensor.value
+    if tensor.tied_to is not None:
+        shown += f" = {tensor.tied_to}"
     writers = output.listed(tensor.writers, 4)
     return tensor.name, tensor.dtype or tensor.kind, shown, tensor.chunks, tensor.bytes, writers

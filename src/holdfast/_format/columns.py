@@ -94,6 +94,8 @@ class Columns:
     chunk_late: Array = _column("C")
     witness_late: Array = _column("W")
     """If L is not 0: the row among the L that each chunk (or witness) is a part of, or -1."""
+    shared: bool = False
+    """Whether chunks of several tensors may be on the same bytes."""
 
     @property
     def dims(self) -> int:
@@ -250,8 +252,38 @@ def check_rows(columns: Columns, where: str) -> None:
     order = np.lexsort((stop, columns.position, columns.file))
     order = order[nbytes[order] > 0]
     same = columns.file[order][1:] == columns.file[order][:-1]
-    if (same & (columns.position[order][1:] < stop[order][:-1])).any():
+    start, stop = columns.position[order], stop[order]
+    overlap = same & (start[1:] < stop[:-1])
+    if columns.shared:  # all bytes of a chunk, or none
+        overlap &= (start[1:] != start[:-1]) | (stop[1:] != stop[:-1])
+    if overlap.any():
         raise CorruptCheckpoint(f"{where} places two chunks on the same bytes of a file.")
+
+
+def tied_rows(columns: Columns) -> dict[int, int]:
+    """Return the rows of tensors that have all their bytes in common with another one, and the first such
+    row: weights that were tied when they were saved."""
+    if not columns.shared or not len(columns.file):
+        return {}
+    _, number, count = np.unique(
+        np.stack([columns.file, columns.position], axis=1), axis=0, return_inverse=True, return_counts=True
+    )
+    # Only tensors with a chunk that is named twice are looked at one by one.
+    tensor = columns.tensor_of_chunk()
+    rows = np.unique(tensor[count[number.reshape(-1)] > 1])
+    first: dict[tuple[object, ...], int] = {}
+    found: dict[int, int] = {}
+    for row in rows.tolist():
+        chunks = slice(int(columns.chunk_end[row - 1]) if row else 0, int(columns.chunk_end[row]))
+        key = (
+            int(columns.kind[row]),
+            int(columns.dtype[row]),
+            columns.shape_of(row),
+            *(getattr(columns, name)[chunks].tobytes() for name in ("file", "position", "offset", "size")),
+        )
+        if (one := first.setdefault(key, row)) != row:
+            found[row] = one
+    return found
 
 
 def ascending(before: Array, ends: Array, rows: int) -> bool:

@@ -38,6 +38,7 @@ from holdfast._format.columns import (
     expand_ranges,
     is_range,
     possible_late,
+    tied_rows,
 )
 from holdfast._format.container import Header, Read, encode_header, read_header
 from holdfast._format.digest import digest, digest_many, hex_digest
@@ -49,7 +50,7 @@ from holdfast._format.limits import (
     check_size,
     in_bounded_memory,
 )
-from holdfast._format.names import FORMAT, NARROW, is_data_file
+from holdfast._format.names import FORMAT, NARROW, SHARED, is_data_file
 from holdfast._values import Buffer, shortened
 from holdfast.errors import BadInput, CorruptCheckpoint
 
@@ -168,7 +169,8 @@ def lay_out(columns: Columns, metadata: dict[str, object], narrow: bool = False)
     pages = -(-start // PAGE)
     entries.append(("pages", "U64", (pages,), start, start + 8 * pages))
     entries.append(("seal", "U64", (2,), start + 8 * pages, start + 8 * pages + 16))
-    described = {"format": NARROW if narrow else FORMAT, "dims": str(columns.dims), "about": about}
+    version = SHARED if columns.shared else NARROW if narrow else FORMAT
+    described = {"format": version, "dims": str(columns.dims), "about": about}
     return LaidOut(encode_header(entries, described), [arrays[name] for name in order], start)
 
 
@@ -200,11 +202,12 @@ class Index:
         # The seal covers all bytes before it, so its digest identifies this version: a load compares it on
         # all ranks.
         self.identity = hex_digest(digest(seal))
-        if (version := header.metadata.get("format")) not in (FORMAT, NARROW):
+        if (version := header.metadata.get("format")) not in (FORMAT, NARROW, SHARED):
             raise CorruptCheckpoint(
-                f"{where} has format {version!r:.100}; this Holdfast reads {FORMAT!r} and {NARROW!r}."
+                f"{where} has format {version!r:.100}; this Holdfast reads {FORMAT!r}, {NARROW!r} and "
+                f"{SHARED!r}."
             )
-        self._narrow = version == NARROW
+        self._narrow, self._shared = version != FORMAT, version == SHARED
         self._describe(header)
 
     @in_bounded_memory
@@ -436,6 +439,7 @@ class Index:
             file_names=self.file_names(),
             file_size=self.column("file_size"),
             file_rank=self.column("file_rank"),
+            shared=self._shared,
         )
         for name in ("dtype", "kind", "ndim", "shape"):
             setattr(columns, name, self.column_rows(name, rows))
@@ -443,6 +447,10 @@ class Index:
             setattr(columns, name, self.column_rows(name, chunks))
         check_rows(columns, self.where)
         return columns
+
+    def tied(self) -> dict[int, int]:
+        """Return the rows of tensors that have all their bytes in common with another one, and its row."""
+        return tied_rows(self.select()) if self._shared else {}
 
     @in_bounded_memory
     def fingerprints(self) -> dict[str, Array]:

@@ -14,6 +14,8 @@ FORMAT = "holdfast-1"
 """The format version, in an index and in the header of each data file."""
 NARROW = "holdfast-1.1"
 """The version of a checkpoint's index whose columns of whole numbers take as few bytes as they need."""
+SHARED = "holdfast-1.2"
+"""The version of an index in which chunks of several tensors are on the same bytes (tied weights)."""
 
 # -- files of a checkpoint ------------------------------------------------------------------------
 

@@ -18,7 +18,9 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from holdfast._format.names import INDEX, MARKER
+from holdfast._store.base import Store
 from holdfast._store.local import open_store
+from holdfast._views.hugging_face import weights_file
 from holdfast.errors import BadInput
 
 _DCP = "torch.distributed.checkpoint"
@@ -141,8 +143,8 @@ def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given:
         if value is not None:
             _check(call, name, value, checkpoint_id)
     assert folder is not None  # the known writers and readers have a path
-    if type(storage).__name__ == "HuggingFaceStorageReader" and open_store(folder).stat(INDEX) is None:
-        raise OnlyTorch(f"{os.fspath(folder)} is no checkpoint of Holdfast.")
+    if type(storage).__name__ == "HuggingFaceStorageReader" and not _is_read(open_store(folder)):
+        raise OnlyTorch(f"{os.fspath(folder)} is neither a checkpoint of Holdfast nor a published model.")
     if isinstance(folder, str) and _URL.match(folder):
         raise OnlyTorch(f"holdfast.dcp.{call} stores to paths, not to {folder!r}.", hint="Give a path.")
     return Understood(
@@ -152,6 +154,11 @@ def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given:
         partial=getattr(planner, "allow_partial_load", False),
         save_id=getattr(storage, "save_id", MARKER),
     )
+
+
+def _is_read(store: Store) -> bool:
+    """Return whether a folder is one of ours, or has whole tensors as transformers finds them."""
+    return store.stat(INDEX) is not None or weights_file(store) is not None
 
 
 def _check_role(call: str, name: str, value: object) -> None:

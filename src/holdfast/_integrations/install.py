@@ -25,7 +25,7 @@ from holdfast._groups.lifecycle.state import installed as told_by_doctor
 from holdfast._groups.lifecycle.warm_up import chosen_operations
 from holdfast._heart import heart
 from holdfast._integrations.frameworks import FRAMEWORKS, NAMES, Framework, guard_of, replacements_of
-from holdfast._integrations.patching import Patches, Replacement, rebind
+from holdfast._integrations.patching import Patches, Replacement, rebind, undo
 from holdfast._integrations.settings import Settings
 from holdfast._integrations.versions import version_of
 from holdfast._options import all_variables
@@ -139,9 +139,7 @@ class _Installation:
             self.beacon.let_go(self)
         if self.roll_call is not None:
             heart.end(self.roll_call)
-        # In reverse order, because one replacement may wrap another, as a guard wraps a replaced save.
-        for patches in reversed([*self.patches.values(), self.own]):
-            patches.undo()
+        undo([*self.patches.values(), self.own])
 
 
 _current: _Installation | None = None

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -120,8 +120,8 @@ class Patches:
         setattr(target, attribute, new)
         self.done.append(AppliedReplacement(replacement, target, attribute, before, raw, new))
 
-    def undo(self) -> None:
-        """Put the originals back, also in modules that have bound a new function since."""
+    def put_back(self) -> list[tuple[object, object]]:
+        """Put the originals back where they are defined. Return what is to be replaced by what elsewhere."""
         with self._lock:
             self._active = False
             # In reverse order, because two replacements may have the same name.
@@ -130,8 +130,9 @@ class Patches:
                     delattr(done.target, done.attribute)
                 else:
                     setattr(done.target, done.attribute, done.before)
-            _rebind([(done.new, done.original) for done in self.done if done.original is not None])
+            pairs = [(done.new, done.original) for done in self.done if done.original is not None]
             self.done.clear()
+            return pairs
 
 
 def _made(raw: object, make: MakeReplacement) -> object:
@@ -148,6 +149,12 @@ def original_of(function: F) -> F:
     while hasattr(function, ORIGINAL):
         function = getattr(function, ORIGINAL)
     return function
+
+
+def undo(patches: Sequence[Patches]) -> None:
+    """Put the originals back, also in modules that have bound a new function since."""
+    # In reverse order, because one replacement may wrap another, as a guard wraps a replaced save.
+    _rebind([pair for one in reversed(patches) for pair in one.put_back()])
 
 
 def rebind(patches: Iterable[Patches]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Collection
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,13 @@ class ReadPlan(NamedTuple):
 
     pairs: Overlaps
     bytes_needed: int
+
+    def without(self, rows: Collection[int], table: ShardTable) -> ReadPlan:
+        """Return the plan without what fills some rows of the shard table."""
+        if not rows:
+            return self
+        kept = np.isin(self.pairs.wanted, [*rows], invert=True)
+        return _planned(Overlaps(*(column[kept] for column in self.pairs)), table)
 
 
 def plan_read(
@@ -75,7 +83,12 @@ def plan_read(
                 hint="Fetch for this rank, with the grid that it runs in, or load from the whole folder.",
                 details={"missing": [name]},
             )
-    return ReadPlan(pairs, int((np.prod(pairs.size, axis=1) * arrays.itemsize[pairs.wanted]).sum()))
+    return _planned(pairs, table)
+
+
+def _planned(pairs: Overlaps, table: ShardTable) -> ReadPlan:
+    itemsize = table.arrays().itemsize[pairs.wanted]
+    return ReadPlan(pairs, int((np.prod(pairs.size, axis=1) * itemsize).sum()))
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast._format.columns import Array, Columns, unpad
+from holdfast._format.columns import Array, Columns, expand_ranges, unpad
 from holdfast._format.container import encode_header
 from holdfast._format.digest import block_counts, digest, digest_many
 from holdfast._format.index import lay_out
@@ -127,15 +127,20 @@ def _write_file(
     how many.
 
     `chunks`, `starts`, `digests` and `sums` are in the order of the file (widest elements first, see
-    `plan_save`), and those of `linked` follow; `columns` are in that of an index (by name and offset).
-    `order` maps one to the other.
+    `plan_save`), and those of `linked` follow; `named` also has those of tied rows, each on the bytes of the
+    chunk of this number in `source`. `columns` are in the order of an index (by name and offset), to which
+    `order` leads.
     """
     table, plan, (part, parts) = request.table, request.plan, number
     about = request.about | {"rank": table.rank, "part": part, "parts": parts}
     first = part == 0
-    named = PlannedRows(*map(np.concatenate, zip(chunks, linked.chunks, strict=True)))
+    named, source = _with_tied(
+        table, PlannedRows(*map(np.concatenate, zip(chunks, linked.chunks, strict=True)))
+    )
     columns, order = embedded_columns(table, plan, named, name, first)
-    columns.file[:] = np.concatenate([np.zeros(len(chunks.row), "<i4"), linked.file + 1])[order]
+    columns.shared = len(source) > len(chunks.row) + len(linked.chunks.row)
+    source = source[order]
+    columns.file[:] = np.concatenate([np.zeros(len(chunks.row), "<i4"), linked.file + 1])[source]
     columns.file_names = [name, *linked.names]
     columns.file_rank = np.full(len(columns.file_names), table.rank, "<i4")
     columns.file_size = np.asarray([0, *linked.sizes], "<i8")
@@ -150,7 +155,7 @@ def _write_file(
     )
     starts = len(header) + np.cumsum(chunks.nbytes) - chunks.nbytes
     index_start = len(header) + int(chunks.nbytes.sum())
-    columns.position[:] = np.concatenate([starts, linked.position])[order]
+    columns.position[:] = np.concatenate([starts, linked.position])[source]
     columns.file_size[0] = index_start + embedded.nbytes
 
     writer.write_at(0, [header])
@@ -161,15 +166,30 @@ def _write_file(
     digests = stream_chunks(writer, table, chunks, starts, threads, progress, sums)
     if sums is not None:
         columns.fingerprint_first[:], columns.fingerprint_second[:] = np.concatenate([sums, linked.sums])[
-            order
+            source
         ].T
-    digests = np.concatenate([digests, linked.digests])
-    columns.digests[:] = reordered(digests, block_counts(named.nbytes, named.block), order)
+    digests, written = np.concatenate([digests, linked.digests]), len(chunks.row) + len(linked.chunks.row)
+    counts = block_counts(named.nbytes[:written], named.block[:written])
+    columns.digests[:] = reordered(digests, counts, source)
     if first:
         _fill_witnesses(columns, table, plan, request.witnessed, request.progress)
     writer.write_at(index_start, [embedded.sealed()])
     end = index_start + embedded.nbytes
     return WrittenFile(name, end, index_start, embedded.nbytes, tuple(linked.names))
+
+
+def _with_tied(table: ShardTable, chunks: PlannedRows) -> tuple[PlannedRows, Array]:
+    """Add the chunks of tied rows, which are on the bytes of others. Return the number of each chunk's
+    bytes."""
+    source = np.arange(len(chunks.row))
+    if not table.tied:
+        return chunks, source
+    row, first = np.asarray([*table.tied.items()], np.int64).T
+    order = np.argsort(chunks.row, kind="stable")
+    low, high = (np.searchsorted(chunks.row[order], first, side) for side in ("left", "right"))
+    of = order[expand_ranges(low, high - low)]
+    added = PlannedRows(*(column[of] for column in chunks))._replace(row=np.repeat(row, high - low))
+    return PlannedRows(*map(np.concatenate, zip(chunks, added, strict=True))), np.concatenate([source, of])
 
 
 def embedded_columns(

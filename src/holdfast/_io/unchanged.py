@@ -37,8 +37,11 @@ log = logging.getLogger("holdfast")
 LINKS = 16
 """Files that a rank links at most. A load opens each, so chunks of more files are written anew, into one."""
 RUNS = 1024
-"""Runs and ranks of which a process remembers the last save: names whose last number is not the step's, such
-as `step-7/part-1`, make a new run of each step."""
+"""Runs and ranks of which a process remembers the last save: folders that differ in other numbers than those
+of steps make a new run each."""
+_STEP = re.compile(
+    r"(?i)(?P<word>(?:step|iter|iteration|epoch)s?[-_=]?|(?:checkpoint|ckpt)[-_=]|/(?=[0-9]+\Z))[0-9]+"
+)
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
 
 
@@ -88,9 +91,10 @@ def recall(store: Store, rank: int) -> Earlier | None:
 
 
 def _run_of(store: Store) -> str:
-    """Return the path without its last number: the steps `run/step-7` or `run/global_step_7/actor` of a run
-    differ in nothing else."""
-    return _LAST_NUMBER.sub("#", store.url)
+    """Return the path without the numbers of steps: steps such as `run/step-7/part-1` or `run/global_step_7`
+    differ in nothing else. Without its last number if it names no step."""
+    without, found = _STEP.subn(r"\g<word>#", store.url)
+    return without if found else _LAST_NUMBER.sub("#", store.url)
 
 
 class Linked(NamedTuple):
@@ -169,9 +173,10 @@ class _Held:
         self._paths: list[str] = []
         self._origins: list[str] = []
         """The name, without folder, that each file had where it was written."""
-        digests: list[Array] = []
+        digests, shared = list[Array](), False
         for written in earlier.files:
             columns = self._index(written)
+            shared |= columns.shared
             chunk = np.flatnonzero((row := _rows_of(columns, table, chunks)) >= 0)
             if options.fingerprint and not len(columns.fingerprint_first):
                 chunk = chunk[:0]
@@ -191,6 +196,9 @@ class _Held:
             self._origins += [own.removeprefix(f"{DATA}/"), *(name.removeprefix(before) for name in links)]
             self.sizes += columns.file_size.tolist()
         self.digests: Array = np.concatenate(digests)
+        if shared:  # tensors that are not tied any more: only one of them keeps these bytes
+            _, one = np.unique(np.stack([self.file, self.position]), axis=1, return_index=True)
+            self.file[np.isin(np.arange(rows), one, invert=True)] = -1
 
     def _index(self, written: WrittenFile) -> Columns:
         with closing(self._store.open(written.name)) as reader:

@@ -1,8 +1,7 @@
-"""Tensors of a checkpoint: names, dtypes and global shapes; and which names a call selects."""
+"""Tensors of a checkpoint: names, dtypes and global shapes."""
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from itertools import islice
@@ -14,8 +13,6 @@ Dims = tuple[int, ...]
 """The length of each axis, or an index on each."""
 Replica = tuple[int, int]
 """(index, count) of a copy of a shard."""
-Patterns = tuple[Sequence[str] | None, Sequence[str] | None]
-"""Shell patterns of names: (include, exclude). None: all, or none."""
 
 
 class DType(NamedTuple):
@@ -87,25 +84,6 @@ class TensorSpec(NamedTuple):
     dtype: int
     shape: Dims
     kind: int = TENSOR
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Return whether a name matches a shell pattern, or lies in the subtree that the pattern names."""
-    return fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")
-
-
-def is_selected(name: str, patterns: Patterns) -> bool:
-    """Return whether a name matches `include` (None: all do) and does not match `exclude`."""
-    include, exclude = patterns
-    taken = include is None or any(matches(name, pattern) for pattern in include)
-    return taken and not any(matches(name, pattern) for pattern in exclude or ())
-
-
-def refuse_text(**patterns: Sequence[str] | None) -> None:
-    """Raise BadInput if a list of patterns is a text: each of its characters would be a pattern."""
-    for argument, given in patterns.items():
-        if isinstance(given, str):
-            raise BadInput(f"{argument} takes a list of patterns, not the text {given!r}.")
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:

@@ -11,9 +11,9 @@ from holdfast._io.file_reader import ReadPlan
 from holdfast._plan.shard_table import ShardTable
 from holdfast._state.leaf import Leaf
 from holdfast._state.live import LiveSource
-from holdfast._state.memory import count_changes
+from holdfast._state.memory import TensorMemory, count_changes
 from holdfast._state.subclasses import is_sharded_tensor
-from holdfast.errors import HoldfastError, LoadFailed
+from holdfast.errors import BadInput, HoldfastError, LoadFailed
 
 
 def check_filled(table: ShardTable, plan: ReadPlan) -> None:
@@ -32,6 +32,23 @@ def check_filled(table: ShardTable, plan: ReadPlan) -> None:
             f"on rank {table.rank}.",
             hint="This is a defect of Holdfast; nothing was read into the state.",
         )
+
+
+def refuse_expanded(table: ShardTable) -> None:
+    """Refuse a target of which several elements are one in memory."""
+    for spec, memory in zip(table.specs, table.memory, strict=True):
+        if memory.address or not isinstance(memory, TensorMemory):  # mostly: its elements lie row-major
+            continue
+        tensor = memory.tensor
+        if tensor.numel() and any(
+            not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            raise BadInput(
+                f"{spec.name!r} is an expanded tensor: several of its elements are one in memory, so a load "
+                "can't fill it.",
+                hint="Give the tensor that was expanded, or a copy: tensor.contiguous().",
+                rank=table.rank,
+            )
 
 
 def announce(table: ShardTable, leaves: Iterable[Leaf]) -> None:

@@ -6,17 +6,15 @@ all ranks, and `check` on the committer. `fill` then puts into the state what is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from typing import Any, overload
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
 from holdfast._format import objects
 from holdfast._format.limits import bounded_memory
 from holdfast._io.file_reader import read_into
-from holdfast._io.open_checkpoint import open_source
-from holdfast._io.renamed import Rename, Renamed
+from holdfast._io.renamed import Renamed
 from holdfast._io.source import ForeignSource, Source
 from holdfast._io.unchanged import forget, remember_loaded
 from holdfast._layout.tensor import OBJECT, listed
@@ -24,29 +22,25 @@ from holdfast._loading.boxes import are_equal
 from holdfast._loading.filling import announce, give_back
 from holdfast._loading.offset_exchange import OffsetExchange, exchange_offsets, put_in_place, unplaced
 from holdfast._loading.plan import LoadPlan, plan_load
-from holdfast._loading.request import RAISE, LoadReport, LoadRequest
-from holdfast._loading.stored_checkpoint import StoredCheckpoint
+from holdfast._loading.request import LoadReport, LoadRequest
+from holdfast._loading.tied import check_same
 from holdfast._loading.unasked import Asked
+from holdfast._loading.version import Version
 from holdfast._plan.shard_table import ShardTable
-from holdfast._protocol.call import begin_call
 from holdfast._protocol.core import load_steps
-from holdfast._protocol.job import Job, job_of
 from holdfast._protocol.messages import Chosen, HaveRead
 from holdfast._protocol.operation import Operation, read_state
 from holdfast._protocol.phases import LOAD_TRANSITIONS
-from holdfast._state.flatten import build_shard_table, flatten, select
+from holdfast._state.flatten import build_shard_table, select
 from holdfast._state.leaf import Leaf
 from holdfast._state.memory import BytesMemory, CallerStreams
-from holdfast._store.base import VISIBLE_WITHIN, Folder, NotFound
-from holdfast._store.local import open_store
-from holdfast._store.pins import Pin
+from holdfast._store.base import NotFound
 from holdfast._threads import within
 from holdfast.errors import (
     BadInput,
     CorruptCheckpoint,
     HoldfastError,
     LoadFailed,
-    NotCommitted,
     Replaced,
     Unplaced,
 )
@@ -77,11 +71,6 @@ class LoadJob:
         """Objects that were read, by leaf."""
         self.built: list[tuple[Leaf, object]] = []
         """Leaves, and the created values that take their place."""
-        self._pin: Pin | None = None
-        """On the committer: keeps the checkpoint until all ranks have read it."""
-        self._opened = ExitStack()
-        self._source: Source | None = None
-        """On the committer: the version that it chose, open until it has read it."""
         self.operation = Operation(
             "load",
             f"load of {self.store.url}",
@@ -99,6 +88,7 @@ class LoadJob:
                 "lengths": offsets is not None,
             },
         )
+        self.version = Version(self.store, self.operation)
         self.collect_error = read_state(self._collect, self.rank)
         """The error of collecting the state, if any. The protocol reports it to the other ranks."""
         # A shard without an offset is raised as an error (`Unplaced`), because errors reach all ranks. Every
@@ -113,13 +103,8 @@ class LoadJob:
             if isinstance(error, CorruptCheckpoint):  # on all ranks
                 forget(self.store, self.rank)
             with suppress(HoldfastError):  # storage may be what hangs
-                within(1.0, f"letting go of {self.store.url}", self._let_go)
+                within(1.0, f"letting go of {self.store.url}", self.version.let_go)
             raise
-
-    def _let_go(self) -> None:
-        self._opened.close()
-        if self._pin is not None:
-            self._pin.close()
 
     # -- collect ----------------------------------------------------------------------------------
 
@@ -140,61 +125,14 @@ class LoadJob:
 
     def choose(self) -> Chosen:
         """Committer: choose the version that is loaded."""
-        # Pinned on one rank only, and until all have read: file servers search a list of the locks of a file.
-        self._pin = Pin(self.store)
-        try:
-            self._source = index = self._opened.enter_context(open_source(self.store))
-            self.operation.cancel.check()  # the caller may have gone on without this thread
-            return Chosen(index.identity, index.about.get("created"))
-        except BaseException:
-            self._let_go()
-            raise
-
-    def _replaced(self) -> Replaced:
-        return Replaced(
-            f"{self.store.url} was replaced or removed while rank {self.table.rank} loaded it.",
-            hint="Load again.",
-        )
-
-    def _still(self, identity: str) -> bool:
-        """Return whether the version that this load began with is still there."""
-        try:
-            with open_source(self.store) as index:
-                return index.identity == identity
-        except HoldfastError:
-            # Gone or unreadable: in both cases it is not the version that this load began with.
-            return False
-
-    def _open(self, chosen: Chosen) -> Source:
-        """Open the version that the committer chose, as soon as it is visible here; a network file system may
-        show it late. Raises Replaced if there is a newer version."""
-        if self._source is not None:
-            return self._source
-        context = self.operation.context
-        ends = context.clock.now() + min(VISIBLE_WITHIN, context.deadline.left())
-        while True:
-            with suppress(NotCommitted):
-                index = self._opened.enter_context(open_source(self.store))
-                if index.identity == chosen.identity:
-                    return index
-                # By the clocks at the two commits: a clock that was set back costs time, but never loads a
-                # wrong version.
-                created, before = index.about.get("created"), chosen.created
-                if isinstance(created, float) and isinstance(before, float) and created > before:
-                    raise self._replaced()
-                self._opened.close()
-            self.operation.cancel.check()
-            if context.clock.now() >= ends:
-                raise self._replaced()
-            context.clock.sleep(0.05)
+        return self.version.choose()
 
     # -- plan and read ----------------------------------------------------------------------------
 
     def read(self, chosen: Chosen) -> HaveRead:
         """Read this rank's part of the chosen version, tensors directly into the state."""
         request = self.request
-        with self._opened:
-            index = self._open(chosen)
+        with self.version.open(chosen) as index:
             try:
                 if request.rename is not None:
                     index = Renamed(index, request.rename)
@@ -210,12 +148,12 @@ class LoadJob:
             except NotFound as error:
                 # An overwrite deletes the old data once its index is in place. A missing file is damage only
                 # if the index is still the same.
-                if self._still(chosen.identity):
+                if self.version.is_still(chosen):
                     raise CorruptCheckpoint(
                         f"A data file of {self.store.url} is missing: {error.message}",
                         hint="Load an older step, or another copy of this one.",
                     ) from None
-                raise self._replaced() from None
+                raise self.version.replaced() from None
         return HaveRead(self.bytes_read, plan.rows_asked)
 
     def _read(self, index: Source, plan: LoadPlan) -> None:
@@ -228,6 +166,7 @@ class LoadJob:
                 tensor.detach().zero_()
         threads, progress = self.request.options.writer_threads, self.operation.progress
         read = read_into(self.store, plan.wanted, plan.columns, plan.reads, threads, progress)
+        check_same(self.store, index, plan.wanted, plan.tied.unknown, self.operation.tick)
         # The caller's streams do not wait for copies on this thread's streams, so finish them here.
         self.streams.finish()
         self.bytes_read = read + index.bytes_read
@@ -257,9 +196,8 @@ class LoadJob:
     def check(self, reports: dict[int, HaveRead]) -> None:
         """Committer: refuse a load in which no rank asks for anything, though the checkpoint holds
         something."""
-        assert self._pin is not None
         assert self.plan is not None
-        self._pin.close()
+        self.version.let_go()
         asked = self.request.may_be_empty or any(report.asked for report in reports.values())
         if self.plan.names_stored and not asked:
             raise BadInput(
@@ -332,103 +270,3 @@ def run_load_once(request: LoadRequest) -> LoadReport:
             details={"unasked": refused[:100]},
         )
     return job.fill(unasked)
-
-
-@overload
-def load(
-    state_dict: Mapping[str, object],
-    path: Folder,
-    *,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    strict: bool = True,
-    cast: bool = False,
-    rename: Rename | None = None,
-    on_shape: str = RAISE,
-    job: Job | None = None,
-) -> LoadReport: ...
-
-
-@overload
-def load(
-    state_dict: Folder,
-    *,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    cast: bool | torch.dtype = False,
-    rename: Rename | None = None,
-    lazy: bool = False,
-) -> dict[str, Any]: ...
-
-
-def load(
-    state_dict: Mapping[str, object] | Folder,
-    path: Folder | None = None,
-    *,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    strict: bool = True,
-    cast: bool | torch.dtype = False,
-    rename: Rename | None = None,
-    on_shape: str = RAISE,
-    lazy: bool = False,
-    job: Job | None = None,
-) -> LoadReport | dict[str, Any]:
-    """Load a checkpoint into a state, in place; the layout may differ from the one that saved it.
-
-    Tensors are overwritten in place, objects are replaced in their dict or list, and `load_state_dict` of
-    stateful values is called. Every byte is verified. Nothing in a checkpoint is executed. All participants
-    load the same version, and if one fails, all raise its error (the state may then be partly overwritten).
-
-    `load(path)`, without a state, returns all values as nested dicts, a dict for each part of a name between
-    dots, on this process alone.
-
-    state_dict: nested dict of what is to be filled; tensors of shape and dtype as they were saved, in any
-        layout.
-    path: the folder, or a store, of one checkpoint, of Holdfast, torch DCP or megatron-core, or of a model
-        that Hugging Face publishes.
-    include, exclude: shell patterns of names; `model` means everything under it.
-    strict: a name that the checkpoint lacks is an error; else it keeps its value and is reported.
-    cast: convert tensors to the dtypes that the state has, as `Tensor.copy_` does; without a state, a
-        floating-point dtype for all tensors of such.
-    rename: what names of the checkpoint are called in the state: a dict of names or subtrees, as
-        `{"module": "model"}` or `{"module": ""}`, or a function of one name.
-    on_shape: "raise", or "skip": a tensor of another shape keeps its value, and the report lists it.
-    lazy: without a state: tensors as `holdfast.open` gives them, which are read when they are indexed.
-    job: who takes part, deadlines, options (`holdfast.Job`).
-
-    Raises BadInput for arguments, NotCommitted if there is no checkpoint, MissingTensors, ShapeMismatch and
-    CorruptCheckpoint for what is in it, RankFailed and DeadlineExceeded for other ranks.
-    """
-    if path is None:
-        if isinstance(state_dict, Mapping):
-            raise BadInput("load needs the folder of the checkpoint.", hint="holdfast.load(state, path)")
-        if not strict or on_shape != RAISE or job is not None or cast is True:
-            raise BadInput(
-                "Without a state, load takes no strict, on_shape or job, and cast is a dtype: it returns "
-                "what is stored, on this process alone.",
-                hint="holdfast.load(state, path) fills a state.",
-            )
-        # Not closed here: tensors that are read later need it, and it is closed with the last of them.
-        checkpoint = StoredCheckpoint(state_dict, rename)
-        return checkpoint.nested((include, exclude), None if isinstance(cast, bool) else cast, lazy)
-    if lazy or not isinstance(cast, bool):
-        raise BadInput(
-            f"With a state, cast is True or False and lazy is False, not {cast!r} and {lazy!r}: the state's "
-            "own dtypes count, and it is filled at once."
-        )
-    store, job = open_store(path), job_of(job)
-    state: Any = state_dict  # what is no dict of values is refused by `flatten`
-    request = LoadRequest(
-        store=store,
-        collect=lambda rank: flatten(state, rank),
-        call=begin_call(job),
-        include=include,
-        exclude=exclude,
-        strict=strict,
-        cast=cast,
-        rename=rename,
-        on_shape=on_shape,
-        options=job.options,
-    )
-    return run_load(request)

@@ -19,7 +19,8 @@ import torch
 
 from holdfast._format.columns import Columns
 from holdfast._io.source import Source
-from holdfast._layout.tensor import TENSOR, Dims, Patterns, is_selected
+from holdfast._layout.patterns import Patterns, is_selected, selector
+from holdfast._layout.tensor import TENSOR, Dims
 from holdfast._plan.shard_table import ShardTable
 from holdfast._state.flatten import build_shard_table, leaves_of
 from holdfast._state.leaf import Leaf
@@ -62,12 +63,12 @@ class LazyStates:
         self.skipped: list[str] = []
         """Names of states that are left out because their parameters are."""
 
-    def leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Leave out the states of parameters, given as tensors with the same memory."""
-        addresses = {tensor.data_ptr() for tensor in parameters if tensor.numel()}
+    def leave_out(self, parameters: Iterable[tuple[torch.Tensor, Dims]]) -> None:
+        """Leave out the states of parameters, given as tensors with the same memory, and global shapes."""
+        places = {(_address(tensor), tuple(shape)) for tensor, shape in parameters}
         for leaf in self.leaves:
             parameter = getattr(leaf.value, "parameter", None)
-            if parameter is not None and _address(parameter) in addresses:
+            if parameter is not None and (_address(parameter), tuple(parameter.shape)) in places:
                 self.skipped.append(leaf.name)
 
     def look(self, index: Source, patterns: Patterns, strict: bool) -> None:
@@ -120,7 +121,7 @@ class LazyStates:
     ) -> list[tuple[Leaf, list[int]]]:
         """Find the rows of the checkpoint's index that belong to each state."""
         known = {leaf.name for leaf in self.leaves}
-        states = []
+        states, selected = [], selector(patterns)
         for leaf in lazy:
             first, stop = _under(names, leaf.name)
             start, takes = len(leaf.name) + 1, getattr(leaf.value, "takes", None)
@@ -129,7 +130,7 @@ class LazyStates:
                 for row in range(first, stop)
                 # A name that is, or is under, another leaf of the state belongs to that leaf.
                 if known.isdisjoint(_above(names[row], start))
-                and is_selected(names[row], patterns)
+                and selected(names[row])
                 and (takes is None or takes(names[row][start:]))
             ]
             if rows:
@@ -142,7 +143,7 @@ class LazyStates:
                 continue
             if isinstance(leaf.value, Rest) or not leaf.value.is_awaited:
                 continue
-            if not is_selected(leaf.name, patterns):
+            if not selected(leaf.name):
                 continue
             self.missing.append(leaf.name)
             if leaf.value and strict:
@@ -288,7 +289,8 @@ _PARAMETER = re.compile(r"^(?:.*?\.)?state\.")
 def _address(parameter: torch.Tensor) -> int:
     """Return where the elements of a parameter, or of this rank's part of it, begin."""
     local: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
-    return local.data_ptr()
+    # A part without elements has no address, but FSDP2 has padded it in memory.
+    return local.data_ptr() if local.numel() else local.untyped_storage().data_ptr()
 
 
 def _above(name: str, start: int) -> Iterator[str]:

@@ -14,9 +14,10 @@ from holdfast._io.file_reader import ReadPlan, plan_read
 from holdfast._io.source import Source, rows_of
 from holdfast._layout.box import Box, whole
 from holdfast._layout.tensor import KINDS, OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
-from holdfast._loading.filling import check_filled
+from holdfast._loading.filling import check_filled, refuse_expanded
 from holdfast._loading.lazy_state import LazyStates, refuse_empty
 from holdfast._loading.request import SKIP, LoadRequest
+from holdfast._loading.tied import Tied, rows_read_once
 from holdfast._plan.agreement import what
 from holdfast._plan.blocks import widen
 from holdfast._plan.shard_table import Memory, ShardTable, describe
@@ -39,6 +40,8 @@ class LoadPlan(NamedTuple):
     columns: Columns
     """The same, as columns."""
     reads: ReadPlan
+    tied: Tied
+    """Rows of `wanted` whose memory is filled with another row."""
     lazy: LazyStates
     missing: tuple[str, ...]
     """Names that the checkpoint lacks, and an optimizer's that stay without a state."""
@@ -62,7 +65,13 @@ def plan_load(
     others: dict[int, Memory] = {}
     if request.on_shape == SKIP:
         others = _of_other_shapes(index, table, [leaves[leaf] for leaf in owners])
-        lazy.leave_out([memory.tensor for memory in others.values() if isinstance(memory, TensorMemory)])
+        lazy.leave_out(
+            [
+                (memory.tensor, table.specs[row].shape)
+                for row, memory in others.items()
+                if isinstance(memory, TensorMemory)
+            ]
+        )
     # Create what the state lacks first: it adds rows to the table, which are then filled like others.
     lazy.look(index, request.patterns, request.strict)
     rows = index.find([spec.name for spec in table.specs])
@@ -93,13 +102,16 @@ def plan_load(
         wanted.put(at, fitted, part, target)
     reads = plan_read(wanted, position, columns, index.where, index.fetched_for)
     check_filled(wanted, reads)
+    refuse_expanded(wanted)
+    tied = rows_read_once(wanted, position, columns, index.where)
     return LoadPlan(
         wanted,
         [owners[row] for row in keep],
         blank,
         found,
         columns,
-        reads,
+        reads.without(tied.rows, wanted),
+        tied,
         lazy,
         (*lazy.missing, *missing),
         tuple(dict.fromkeys([*(table.specs[row].name for row in others), *lazy.skipped])),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast._io.renamed import Rename, check_rename
-from holdfast._layout.tensor import Patterns
+from holdfast._layout.patterns import Patterns
 from holdfast._options import Options
 from holdfast._protocol.call import Call, check_names
 from holdfast._state.leaf import Flat

@@ -14,22 +14,20 @@ import numpy as np
 import torch
 
 from holdfast._format import objects
+from holdfast._format.columns import tied_rows
 from holdfast._format.limits import bounded_memory
 from holdfast._io.open_checkpoint import open_source
 from holdfast._io.raw_read import read_all
 from holdfast._io.renamed import Rename, Renamed, check_rename
 from holdfast._io.source import Source
 from holdfast._layout.box import Box, whole
+from holdfast._layout.patterns import Patterns, refuse_text, selector, unmatched
 from holdfast._layout.tensor import (
     OBJECT,
-    Patterns,
     TensorSpec,
     dtype_code,
-    is_selected,
     listed,
-    matches,
     nearest,
-    refuse_text,
 )
 from holdfast._loading.boxes import Wanted, fill_boxes, read_boxes
 from holdfast._state.memory import torch_dtype
@@ -179,18 +177,17 @@ class StoredCheckpoint(Mapping[str, Any]):
         dtype: as of `read`. lazy: tensors as StoredTensor.
         """
         refuse_text(include=patterns[0], exclude=patterns[1])
-        for pattern in (*(patterns[0] or ()), *(patterns[1] or ())):
-            if not any(matches(name, pattern) for name in self._names):
-                raise BadInput(f"{self.path} holds no name that matches {pattern!r}.")
-        names = [name for name in self._names if is_selected(name, patterns)]
+        for pattern in unmatched([*(patterns[0] or ()), *(patterns[1] or ())], self._names):
+            raise BadInput(f"{self.path} holds no name that matches {pattern!r}.")
+        names = list(filter(selector(patterns), self._names))
         if lazy and dtype is not None:
             raise BadInput(f"cast={dtype} is for tensors that are read at once, so not with lazy=True.")
         return nest(self._values(names, dtype, lazy))
 
     def _values(self, names: Sequence[str], dtype: torch.dtype | None, lazy: bool = False) -> dict[str, Any]:
         # All at once: each selection reads and verifies parts of the index.
-        specs = self.specs(names)
-        tensors = [spec for spec in specs if spec.kind != OBJECT]
+        specs, tied = self._described(names)
+        tensors = [spec for spec in specs if spec.kind != OBJECT and spec.name not in tied]
         made: Sequence[StoredTensor | torch.Tensor]
         if lazy:
             made = [StoredTensor(self, spec) for spec in tensors]
@@ -198,16 +195,24 @@ class StoredCheckpoint(Mapping[str, Any]):
             made = self.read_boxes([Wanted(spec, whole(spec.shape), _code(spec, dtype)) for spec in tensors])
         found = dict(zip([spec.name for spec in tensors], made, strict=True))
         return {
-            spec.name: self._object(spec.name) if spec.kind == OBJECT else found[spec.name] for spec in specs
+            spec.name: self._object(spec.name)
+            if spec.kind == OBJECT
+            else found[tied.get(spec.name, spec.name)]
+            for spec in specs
         }
 
     def specs(self, names: Iterable[str]) -> list[TensorSpec]:
         """Return dtype, shape and kind of each of these names, in the order of the checkpoint."""
+        return self._described(names)[0]
+
+    def _described(self, names: Iterable[str]) -> tuple[list[TensorSpec], dict[str, str]]:
+        """Return `specs`, and of each tied weight the name that it is read under."""
         rows = np.asarray(sorted({self._row[name] for name in names}), np.int64)
         columns = self._source.select(rows)
         dtypes, kinds = columns.dtype.tolist(), columns.kind.tolist()
         shapes = map(columns.shape_of, range(len(rows)))
-        return [TensorSpec(*row) for row in zip(columns.names, dtypes, shapes, kinds, strict=True)]
+        specs = [TensorSpec(*row) for row in zip(columns.names, dtypes, shapes, kinds, strict=True)]
+        return specs, {specs[row].name: specs[first].name for row, first in tied_rows(columns).items()}
 
     def read_boxes(self, boxes: Sequence[Wanted]) -> list[torch.Tensor]:
         """Read boxes of tensors, all at once."""

@@ -64,7 +64,7 @@ def check_files(store: Store, files: Iterable[tuple[str, int]], embedded: bool =
                 actual = reader.size
             if actual != size:
                 problem = f"has {actual} bytes, but was written with {size}"
-            elif embedded and isinstance(file := look(store, name), LeftOut):
+            elif embedded and isinstance(file := look(store, name, or_link=True), LeftOut):
                 problem = f"is not the file that the fingerprints are of: {file.why}"
         except NotFound:
             problem = "is missing"

@@ -59,9 +59,16 @@ class FilesCheck:
         order = np.lexsort((columns.position, columns.file))
         bounds = np.searchsorted(columns.file[order], np.arange(len(columns.file_names) + 1))
         self.chunks_of = [order[low:high] for low, high in pairwise(bounds.tolist())]
+        self.read_of = [chunks[self._is_first(chunks)] for chunks in self.chunks_of]
+        """Chunks of each file whose bytes are compared: of chunks on the same bytes, the first."""
         self.readable: list[int] = []
         self.lock = threading.Lock()
         self.done = 0
+
+    def _is_first(self, chunks: Array) -> Array:
+        """Return which chunks, ascending by position, do not begin where the one before does."""
+        first: Array = np.diff(self.columns.position[chunks], prepend=-1) > 0
+        return first
 
     def file(self, file: int) -> None:
         """Check everything of a file but its data."""
@@ -122,12 +129,18 @@ class FilesCheck:
             self.damage.append(Damage(name, text, None, 0, header.data_start))
         # By offsets, not by name: the names of two entries may differ only by apostrophes.
         listed = {entry.data_offsets: (key, entry) for key, entry in header.entries.items()}
+        found, others = set[tuple[int, int]](), list[tuple[int, tuple[int, int]]]()
         for chunk in self.chunks_of[file].tolist():
             start = int(self.columns.position[chunk]) - header.data_start
-            row = listed.pop((start, start + int(self.nbytes[chunk])), None)
-            if row is None or not self._as_written(chunk, *row):
+            place = start, start + int(self.nbytes[chunk])
+            if place in listed and self._as_written(chunk, *listed[place]):
+                found.add(place)
+            else:
+                others.append((chunk, place))
+        for chunk, place in others:
+            if place not in found:  # of tied tensors, the header lists one
                 self._report(chunk, "the file's header does not list this part as it was written")
-        for key, entry in listed.values():
+        for key, entry in (row for place, row in listed.items() if place not in found):
             is_empty = entry.data_offsets[0] == entry.data_offsets[1]
             if key != EMBEDDED and not is_empty and file not in self.linked:
                 text = f"the file's header lists {key!r}, which the index does not know"
@@ -185,7 +198,7 @@ class FilesCheck:
         theirs = np.argsort(embedded.position, kind="stable")
         theirs = theirs[embedded.file[theirs] == 0]  # the others are in files that it has linked
         if file in self.linked:
-            theirs = theirs[np.isin(embedded.position[theirs], self.columns.position[ours])]
+            ours, theirs = self._in_both(ours, embedded, theirs)
         if len(ours) != len(theirs):
             text = f"the embedded index lists {len(theirs)} chunks, the main index {len(ours)} of this file"
             self.damage.append(Damage(name, text, None, start, stop))
@@ -206,11 +219,23 @@ class FilesCheck:
             if mine != other:
                 self._report(chunk, "the embedded index and the main index describe this part differently")
 
+    def _in_both(self, ours: Array, embedded: Columns, theirs: Array) -> tuple[Array, Array]:
+        """Return the chunks of a linked file that both indexes list. One may know more: what has changed
+        since, and weights that were tied in one of the two steps only."""
+        columns, tensor = self.columns, embedded.tensor_of_chunk()
+        mine = [(columns.position[at], columns.names[self.tensor[at]]) for at in ours]
+        others = [(embedded.position[at], embedded.names[tensor[at]]) for at in theirs]
+        both = {*mine} & {*others}
+        known = {position for position, _ in both}
+        # A place that only the main index knows stays: it is damage.
+        kept = [key in both or key[0] not in known for key in mine]
+        return ours[np.asarray(kept, bool)], theirs[np.asarray([key in both for key in others], bool)]
+
     # -- data -----------------------------------------------------------------------------
 
     def read(self, threads: int, progress: ReportProgress) -> int:
         """Compare every block of every chunk with its digest. Return the bytes checked."""
-        total = sum(int(self.nbytes[self.chunks_of[file]].sum()) for file in self.readable)
+        total = sum(int(self.nbytes[self.read_of[file]].sum()) for file in self.readable)
 
         def tell(moved: int) -> None:
             with self.lock:
@@ -228,7 +253,7 @@ class FilesCheck:
         """Group neighbouring chunks of one file into tasks of about SPAN bytes."""
         for file in self.readable:
             span, size = list[int](), 0
-            for chunk in self.chunks_of[file].tolist():
+            for chunk in self.read_of[file].tolist():
                 span.append(chunk)
                 size += int(self.nbytes[chunk])
                 if size >= SPAN:

@@ -10,7 +10,8 @@ from holdfast._format.columns import Array, Columns
 from holdfast._format.index import Index
 from holdfast._format.names import DATA, INDEX, METADATA
 from holdfast._io.index_file import open_index
-from holdfast._layout.tensor import DTYPES, KINDS, OBJECT, matches
+from holdfast._layout.patterns import matches
+from holdfast._layout.tensor import DTYPES, KINDS, OBJECT
 from holdfast._maintenance.target import checkpoint_or_run, moment, number
 from holdfast._store.base import Folder, Kind, Store
 from holdfast._store.pins import is_pinned
@@ -30,7 +31,8 @@ class File(msgspec.Struct, frozen=True):
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """A row of the index. `dtype` is empty for an object, `value` is None for a tensor."""
+    """A row of the index. `dtype` is empty for an object, `value` is None for a tensor. `tied_to`: the name
+    of a tensor with the same bytes."""
 
     name: str
     kind: str
@@ -40,10 +42,12 @@ class Tensor(msgspec.Struct, frozen=True):
     chunks: int
     writers: tuple[int, ...]
     value: str | None = None
+    tied_to: str | None = None
 
 
 class Total(msgspec.Struct, frozen=True):
-    """All tensors of a module that have one dtype. `module` is up to two parts of their names."""
+    """All tensors of a module that have one dtype. `module` is up to two parts of their names. Elements and
+    bytes of tied tensors count once."""
 
     module: str
     dtype: str
@@ -147,7 +151,7 @@ def about_checkpoint(
     order = sorted(shown)
     columns = index.select(np.asarray(order, np.int64))
     place = dict(zip(order, range(len(order)), strict=True))
-    kinds = index.column("kind")
+    kinds, tied = index.column("kind"), index.tied()
     files = tuple(
         File(name, int(size), int(rank))
         for name, size, rank in zip(columns.file_names, columns.file_size, columns.file_rank, strict=True)
@@ -167,8 +171,11 @@ def about_checkpoint(
         objects=int((kinds == OBJECT).sum()),
         chunks=index.chunks,
         matched=len(rows),
-        totals=_totals(index, names, rows),
-        shown=tuple(_tensor(store, index, columns, place[row], row) for row in shown),
+        totals=_totals(index, names, rows, tied),
+        shown=tuple(
+            _tensor(store, index, columns, place[row], row, names[tied[row]] if row in tied else None)
+            for row in shown
+        ),
     )
 
 
@@ -177,23 +184,29 @@ def module_of(name: str) -> str:
     return ".".join([part for part in name.split(".")[:-1] if not part.isdecimal()][:2])
 
 
-def _totals(index: Index, names: list[str], rows: list[int]) -> tuple[Total, ...]:
+def _totals(index: Index, names: list[str], rows: list[int], tied: dict[int, int]) -> tuple[Total, ...]:
     kinds, dtypes = index.column("kind").tolist(), index.column("dtype").tolist()
     # As Python integers, which do not overflow.
     elements = index.column("shape").astype(object).prod(axis=1).tolist()
     found: dict[tuple[str, int], list[int]] = {}
+    counted = set[int]()
     for row in rows:
         if kinds[row] != OBJECT:
             total = found.setdefault((module_of(names[row]), dtypes[row]), [0, 0])
             total[0] += 1
-            total[1] += elements[row]
+            # Of tied tensors, the first one that the pattern matches counts.
+            if (one := tied.get(row, row)) not in counted:
+                total[1] += elements[row]
+                counted.add(one)
     return tuple(
         Total(module, DTYPES[code].name, tensors, count, count * DTYPES[code].size)
         for (module, code), (tensors, count) in sorted(found.items(), key=lambda item: natural(item[0][0]))
     )
 
 
-def _tensor(store: Store, index: Index, columns: Columns, position: int, row: int) -> Tensor:
+def _tensor(
+    store: Store, index: Index, columns: Columns, position: int, row: int, tied_to: str | None
+) -> Tensor:
     """Describe a row of the index, which stands at `position` in `columns`."""
     first = int(columns.chunk_end[position - 1]) if position else 0
     mine: Array = columns.file[first : int(columns.chunk_end[position])]
@@ -210,6 +223,7 @@ def _tensor(store: Store, index: Index, columns: Columns, position: int, row: in
         chunks=len(mine),
         writers=tuple(sorted(set(columns.file_rank[mine].tolist()))),
         value=_value(store, index, row, nbytes) if is_object else None,
+        tied_to=tied_to,
     )
 
 

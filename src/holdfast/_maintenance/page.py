@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast._format.columns import Array
+from holdfast._format.columns import Array, tied_rows
 from holdfast._format.index import Index
 from holdfast._io.index_file import open_index
 from holdfast._layout.tensor import DTYPES, OBJECT
@@ -184,6 +184,7 @@ class _Written:
 
     def __init__(self, index: Index) -> None:
         self.columns = index.select()
+        self.tied = tied_rows(self.columns)
         # Nobody has checked these numbers: a forged one makes columns wide, not many.
         self.rank_of_file = np.maximum(self.columns.file_rank, 0)
         said = number(index.about.get("ranks")) or 1  # some may have written nothing
@@ -198,10 +199,12 @@ class _Written:
             node_of[node.rows] = at
         column = self.rank_of_file[rows.file] // self.width
         cell = node_of[rows.tensor_of_chunk()] * self.count + column
-        written = np.bincount(cell, rows.chunk_bytes(), len(nodes) * self.count).reshape(len(nodes), -1)
+        is_tied = np.isin(np.arange(len(rows.names)), [*self.tied])  # elements and bytes count once
+        nbytes = np.where(is_tied[rows.tensor_of_chunk()], 0, rows.chunk_bytes())
+        written = np.bincount(cell, nbytes, len(nodes) * self.count).reshape(len(nodes), -1)
         names = np.bincount(node_of, minlength=len(nodes))
         elements = np.zeros((len(nodes), len(DTYPES)))
-        of_tensors = np.where(rows.kind == OBJECT, 0.0, rows.shape.astype(float).prod(axis=1))
+        of_tensors = np.where(is_tied | (rows.kind == OBJECT), 0.0, rows.shape.astype(float).prod(axis=1))
         np.add.at(elements, (node_of, rows.dtype), of_tensors)
         for at in range(len(nodes) - 1, 0, -1):  # a parent stands before its children
             for sums in (written, names, elements):
@@ -232,7 +235,8 @@ class _Written:
             if self.columns.kind[row] == OBJECT:
                 return "object"
             shape = shortened(str(list(self.columns.shape_of(row))), LABEL)
-            return f"{DTYPES[int(self.columns.dtype[row])].name} {shape}"
+            tied = f" = {printable(self.columns.names[self.tied[row]])}" if row in self.tied else ""
+            return f"{DTYPES[int(self.columns.dtype[row])].name} {shape}{shortened(tied, LABEL)}"
         codes = [int(code) for code in np.argsort(-elements, kind="stable") if elements[code]]
         if len(codes) < 2:
             return DTYPES[codes[0]].name if codes else ""

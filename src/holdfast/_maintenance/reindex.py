@@ -18,7 +18,7 @@ import msgspec
 from holdfast._format.columns import Columns
 from holdfast._format.container import read_header
 from holdfast._format.index import encode
-from holdfast._format.names import DATA, EMBEDDED, INDEX, is_data_file, is_fetched
+from holdfast._format.names import DATA, EMBEDDED, INDEX, is_data_file, is_fetched, is_link_to
 from holdfast._io.index_file import embedded_index, open_index
 from holdfast._maintenance.target import number
 from holdfast._plan.merge import Merger
@@ -130,8 +130,11 @@ def _data_files(store: Store, only: Sequence[str]) -> list[str]:
     return sorted(set(wanted))
 
 
-def look(store: Store, name: str) -> WholeFile | LeftOut:
-    """Read the embedded index of a data file, or find why it can't be used. StorageError if storage fails."""
+def look(store: Store, name: str, or_link: bool = False) -> WholeFile | LeftOut:
+    """Read the embedded index of a data file, or find why it can't be used. StorageError if storage fails.
+
+    or_link: the file may be a link to one of an earlier step.
+    """
     try:
         with closing(store.open(name)) as reader:
             # The header comes first in a file, so a truncated file mostly still has it.
@@ -144,11 +147,14 @@ def look(store: Store, name: str) -> WholeFile | LeftOut:
             columns = index.embedded()
             # A copy under another name would cover the same chunks as the original. A link to a file of an
             # earlier step is such a copy; what is used of it is named by the files that linked it.
-            if columns.file_names[:1] != [name] or columns.file_size[:1].tolist() != [stop]:
+            is_link = or_link and any(is_link_to(name, own) for own in columns.file_names[:1])
+            own = [name] if not is_link else columns.file_names[:1]
+            if columns.file_names[:1] != own or columns.file_size[:1].tolist() != [stop]:
                 return LeftOut(
                     name, f"it says that it is {columns.file_names[:1]}, so it was renamed or copied"
                 )
-            for link, size in zip(columns.file_names[1:], columns.file_size[1:].tolist(), strict=True):
+            links = [] if is_link else zip(columns.file_names, columns.file_size.tolist(), strict=True)
+            for link, size in links:
                 if (entry := store.stat(link)) is None or entry.size != size:
                     return LeftOut(name, f"{link}, which holds a part of what its rank saved, is not there")
             if header.metadata.get("rank") != str(int(columns.file_rank[0])):

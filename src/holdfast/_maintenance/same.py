@@ -23,6 +23,7 @@ from holdfast._format.columns import Array
 from holdfast._format.fingerprint import box_sums, nothing, text_of
 from holdfast._io.raw_read import slabs
 from holdfast._layout.box import Box, whole
+from holdfast._layout.patterns import refuse_text, selector
 from holdfast._layout.tensor import (
     CODE_OF,
     DTYPES,
@@ -30,9 +31,7 @@ from holdfast._layout.tensor import (
     TENSOR,
     Dims,
     TensorSpec,
-    is_selected,
     less_exact,
-    refuse_text,
 )
 from holdfast._maintenance.comparing import Elements, differences
 from holdfast._maintenance.sides import FolderOrFingerprints, FolderSide, LiveSide, Side, open_side
@@ -116,7 +115,7 @@ def same(
         )
         lead, other = (second, first) if swapped else (first, second)
         work = _Comparison(lead, other, where, progress)
-        work.run(lambda name: is_selected(name, (include, exclude)))
+        work.run(selector((include, exclude)))
     only, unlike = work.only, work.unlike
     if swapped:
         only = only[::-1]

@@ -44,6 +44,7 @@ class Merger:
         self._file_rank: list[int] = []
         self._deferred_before = 0
         self._dims = 1
+        self._shared = False
 
     def add(self, rank: int, columns: Columns) -> None:
         place = self._place(rank, columns)
@@ -53,6 +54,7 @@ class Merger:
         self._file_size += columns.file_size.tolist()
         self._file_rank += columns.file_rank.tolist()
         self._dims = max(self._dims, columns.dims)
+        self._shared |= columns.shared
         unchanged = {name: getattr(columns, name) for name in _UNCHANGED}
         self._parts.append(
             RankRows(
@@ -154,6 +156,7 @@ class Merger:
             # Witnesses are checked by now: the main index has none.
             witness_offset=np.zeros((0, self._dims), "<i8"),
             witness_size=np.zeros((0, self._dims), "<i8"),
+            shared=self._shared,
         )
 
     def _join(self, renumber: Array) -> RankRows:

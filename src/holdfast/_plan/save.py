@@ -12,7 +12,7 @@ import numpy as np
 from holdfast._format.columns import Array, pad
 from holdfast._format.digest import MIN_BLOCK, block_sizes
 from holdfast._layout.box import Box
-from holdfast._layout.tensor import matches
+from holdfast._layout.patterns import Names
 from holdfast._options import Options
 from holdfast._plan.replicas import first_writer, shares
 from holdfast._plan.shard_table import PlannedRows, RowArrays, SavePlan, ShardTable
@@ -35,10 +35,11 @@ def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Optio
     """Plan a save from the rows and their agreed replicas, (index, count) each."""
     arrays = table.arrays()
     index, count = np.fromiter(chain.from_iterable(replicas), np.int64, 2 * len(replicas)).reshape(-1, 2).T
+    count[[*table.tied]] = 0
     unsharded = np.asarray(table.unsharded, bool)
     check = options.check_replicas
-    # Empty boxes have no chunk. NOT_SAVED (`saving/job.py`) has a count of 0, so no condition below selects
-    # it.
+    # Empty boxes have no chunk. NOT_SAVED (`saving/job.py`) and tied rows have a count of 0, so no condition
+    # below selects them.
     full = arrays.nbytes > 0
     witness_all = np.full(len(table), check == "full") | ((check == "auto") & unsharded)
     # Below twice `split_bytes`, `cut` returns one part.
@@ -57,9 +58,8 @@ def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Optio
         ):
             if writes or check != "off":
                 (written if writes else seen).append((row, part))
-    patterns = options.columns
-    names = [spec.name for spec in table.specs] if patterns else []
-    wide = np.asarray([any(matches(name, one) for one in patterns) for name in names], bool)
+    patterns = Names(options.columns)
+    wide = np.asarray([spec.name in patterns for spec in table.specs] if options.columns else [], bool)
     alone = np.concatenate([np.flatnonzero(full & (count == 1)), whole[distance == 0]])
     chunks = _panels(*_boxes(arrays, alone, written), arrays.itemsize, wide)
     # Distance 1: the replica after the writer, which `shares` would choose as witness.

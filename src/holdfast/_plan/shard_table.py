@@ -51,6 +51,8 @@ class ShardTable:
     memory: list[Memory] = field(default_factory=list)
     deferred: list[DeferredOffset | None] = field(default_factory=list)
     """The position of a shard whose offset depends on the lengths of the others on its shard line."""
+    tied: dict[int, int] = field(default_factory=dict)
+    """Rows that a save does not write, because another row has the same memory, and that row."""
     _arrays: RowArrays | None = None
 
     def add(

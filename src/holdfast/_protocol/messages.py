@@ -75,7 +75,7 @@ class RowList(msgspec.Struct, frozen=True):
     """From each holder of such rows to the committer, if digests differ: the rows themselves."""
 
     keys: list[str]
-    """Identifies each row: its name and box."""
+    """Identifies each row by its name and box; then each tie, by both names."""
     specs: list[str]
     """Dtype, shape and so on of each row; must be equal on all holders."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from holdfast._roster.base import Roster
 from holdfast._store.retention import check_interval
 from holdfast.errors import RosterLost
 
+log = logging.getLogger("holdfast")
 POLL = 0.5
 """Seconds between two looks whether the run was closed, while the committer's time is waited for."""
 GRACE = 5.0
@@ -36,6 +38,10 @@ class SaveTimes:
         check_interval("save_every", every)
         self._every, self._place, self._begin = every, place, begin
         self._asked: tuple[int, bool] | None = None
+        self._questions = 0
+        """Steps that were asked for since the last save was due."""
+        self._ended: tuple[int, int] | None = None
+        """The rank that has closed its run before the others, and how many steps it had asked for."""
         self._consensus: StepConsensus | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
@@ -50,6 +56,8 @@ class SaveTimes:
             if self._consensus is None:
                 self._watch()
             assert self._consensus is not None
+            self._questions += 1
+            self._tell()
             reached = True
             try:
                 reached = self._consensus.reached()
@@ -59,12 +67,27 @@ class SaveTimes:
             self._asked = step, reached
         return self._asked[1]
 
+    def _tell(self) -> None:
+        """Warn, once, if another rank has closed the run and this one goes on: saves need all ranks."""
+        # A rank that is only a little slower asks for no step that the other one has not asked for.
+        if self._ended is not None and self._questions > self._ended[1]:
+            rank, steps = self._ended
+            self._ended = None
+            log.warning(
+                "%s: rank %d has closed its Checkpoints, %d steps after the last save, so that save_every "
+                "finds no step due any more. Close it on all ranks after the same step.",
+                self._place,
+                rank,
+                steps,
+            )
+
     def close(self) -> None:
         """Stop the clock; the next question starts it again. Waits until no rank waits for this one."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(GRACE)
         self._closed, self._asked, self._consensus, self._thread = threading.Event(), None, None, None
+        self._questions, self._ended = 0, None
 
     def _watch(self) -> None:
         assert isinstance(self._every, timedelta)
@@ -72,6 +95,7 @@ class SaveTimes:
         rounds = _rounds.setdefault(call.roster, Counter())
         rounds[self._place] += 1
         place = f"{self._place}|due|{rounds[self._place]}"
+        self._questions, self._ended = 0, None
         consensus = StepConsensus(f"choice of the step to save in {self._place}", place, self._begin)
 
         def wait() -> None:
@@ -82,8 +106,12 @@ class SaveTimes:
                         break
                 # The first word counts: after a rank has closed, time is up for nobody; if it was up before,
                 # that rank still has to answer.
-                if call.roster.claim(place, {"due": not closed.is_set()})["due"]:
+                mine = {"due": not closed.is_set(), "rank": call.rank, "asked": self._questions}
+                word = call.roster.claim(place, mine)
+                if word["due"]:
                     consensus.propose()
+                elif not closed.is_set():
+                    self._ended = word["rank"], word["asked"]
 
         self._consensus = consensus
         self._thread = threading.Thread(target=wait, name="holdfast-save-every", daemon=True)

@@ -11,9 +11,10 @@ import numpy as np
 from holdfast._format.columns import Columns
 from holdfast._format.names import INDEX, METADATA, rank_in_name
 from holdfast._io.index_file import open_index
-from holdfast._layout.tensor import is_selected
+from holdfast._layout.patterns import selector
 from holdfast._protocol.operation import Operation
 from holdfast._saving.commit import Commit
+from holdfast._saving.one_at_a_time import wait_for_publishing
 from holdfast._saving.request import PREVIOUS, SaveRequest
 from holdfast._store.base import Store, version_of
 from holdfast._values import Message
@@ -22,7 +23,8 @@ from holdfast.errors import BadInput, HoldfastError
 
 def begin_commit(request: SaveRequest, operation: Operation, grid: Message | None) -> Commit:
     """Return the commit of a save, with the version that it may replace. Called before the ranks write."""
-    store = request.store
+    store, deadline = request.store, request.call.deadline
+    wait_for_publishing(store.url, request.title, deadline, operation.cancel.check)
     # Read once, at the beginning: the commit replaces exactly this version, or raises Conflict.
     replaced_version = version_of(store, INDEX)
     # A `.metadata` alone is a checkpoint of torch DCP's, which a save would replace as well.
@@ -44,11 +46,13 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
     elif request.expected is not None:
         names, source = list(request.expected), "expected="
 
+    selected = selector((request.include, request.exclude))
+
     def keep(name: str) -> bool:
         owner = rank_in_name(name)
         if owner is not None and owner not in request.call.participants:
             return False  # a value of a rank that does not take part: the world is smaller now
-        return is_selected(name, (request.include, request.exclude))
+        return selected(name)
 
     # Deleted only after the commit (`SaveJob.tidy`). If the index can't be read, its data stays.
     replaced: set[str] = set()
@@ -58,7 +62,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
     return Commit(
         store=store,
         title=request.title,
-        deadline=request.call.deadline,
+        deadline=deadline,
         about={
             **request.about,
             "step": request.step,

@@ -31,9 +31,11 @@ from holdfast._protocol.phases import TRANSITIONS
 from holdfast._saving.begin_commit import begin_commit
 from holdfast._saving.cleanup import clean_up
 from holdfast._saving.commit import Commit, is_of_attempt
+from holdfast._saving.one_at_a_time import publishing
 from holdfast._saving.request import PREVIOUS, SaveRequest
 from holdfast._state.flatten import build_shard_table, flatten, select
 from holdfast._state.memory import CallerStreams
+from holdfast._state.tied import find_ties
 from holdfast._store.base import Folder, Kind
 from holdfast._store.local import open_store
 from holdfast._values import Json
@@ -100,6 +102,8 @@ class SaveJob:
         self.rank = request.call.rank
         # Empty until the state is read. A rank whose state can't be read takes part, to tell the others.
         self.table = ShardTable(self.rank)
+        self._ties: dict[int, int] = {}
+        """Rows with the memory of another row, and that row, if its other holders must have the same."""
         self.streams = CallerStreams(self.table)
         self.sink: FileSink = DirectSink()
         self.grid = request.grid.describe() if request.grid else None
@@ -165,6 +169,10 @@ class SaveJob:
         # On the caller's thread: state_dict() may issue collectives, and CUDA streams belong to a thread.
         leaves = select(request.collect(self.rank).leaves, request.include, request.exclude)
         self.table, _ = build_shard_table(leaves, self.rank, request.call.participants)
+        ties, replicas = find_ties(self.table), self.table.replicas
+        self._ties = {row: first for row, first in ties.items() if replicas[row] != (0, 1)}
+        # An undeclared row is copied whole, so an asynchronous save has it under both names.
+        self.table.tied = {row: first for row, first in ties.items() if replicas[row] in ((0, 1), None)}
         self.streams = CallerStreams(self.table)
 
     # -- agree who writes what ----------------------------------------------------------------------
@@ -186,18 +194,17 @@ class SaveJob:
             self.commit = begin_commit(self.request, self.operation, self.grid)
 
     def row_digest(self) -> str | None:
-        """Return a digest of the rows without declared holders, or None if there are none."""
-        rows = self._undeclared_rows()
-        if not rows:
+        """Return a digest of the rows without declared holders, and of the ties, or None if there are
+        none."""
+        keys, specs = self._to_agree_on()
+        if not keys:
             return None
-        keys, specs = self._names(rows)
         # A digest in place of the list: if 10,000 ranks hold the same rows, each sends 16 characters.
         return hex_digest(digest("\0".join([*keys, *specs]).encode()))
 
     def list_rows(self) -> RowList:
-        """Return the undeclared rows themselves, if digests differ between ranks."""
-        keys, specs = self._names(self._undeclared_rows())
-        return RowList(keys, specs)
+        """Return the undeclared rows and the ties themselves, if digests differ between ranks."""
+        return RowList(*self._to_agree_on())
 
     def assign(self, lists: dict[int, RowList]) -> dict[int, Assigned]:
         """Committer: choose which replica each rank holds of each row in its list."""
@@ -238,6 +245,15 @@ class SaveJob:
     def _undeclared_rows(self) -> list[int]:
         return [row for row, replica in enumerate(self.table.replicas) if replica is None]
 
+    def _to_agree_on(self) -> tuple[list[str], list[str]]:
+        """Return the keys of undeclared rows, then of ties; and a description of each."""
+        keys, specs = self._names(self._undeclared_rows())
+        table = self.table
+        for row, first in self._ties.items():
+            keys.append(f"{table.specs[row].name}\0is\0{table.specs[first].name}@{table.boxes[row]}")
+            specs.append("a tie")
+        return keys, specs
+
     def _names(self, rows: list[int]) -> tuple[list[str], list[str]]:
         """Return the key of each of these rows, and a description that must be equal on all holders."""
         keys, specs = [], []
@@ -255,18 +271,27 @@ class SaveJob:
                 specs.append(describe(spec))
         return keys, specs
 
-    def _replicas(self, assigned: Assigned | None) -> list[Replica]:
-        """Return (index, count) of every row, including those that the committer has assigned."""
-        replicas = list(self.table.replicas)
-        rows = self._undeclared_rows()
+    def _agreed(self, assigned: Assigned | None) -> list[Replica]:
+        """Return (index, count) of every row, including those that the committer has assigned; note which
+        ties all holders of both rows have."""
+        rows, tied = self._undeclared_rows(), self.table.tied
+        answers: list[Replica] = []
         if assigned is not None and assigned.holders is not None:
             mine = (assigned.holders.index(self.rank), len(assigned.holders))
-            for row in rows:
-                replicas[row] = mine
+            answers = [mine] * (len(rows) + len(self._ties))
         elif assigned is not None and assigned.replicas is not None:
-            for row, replica in zip(rows, assigned.replicas, strict=True):
-                replicas[row] = replica
-        return [(0, 1) if replica is None else replica for replica in replicas]
+            answers = assigned.replicas
+        of_row = dict(zip(rows, answers, strict=False))
+        replicas = [
+            of_row.get(row, (0, 1)) if one is None else one for row, one in enumerate(self.table.replicas)
+        ]
+        for (row, first), (_, count) in zip(self._ties.items(), answers[len(rows) :], strict=True):
+            # Otherwise another rank would choose another writer of the row.
+            if replicas[row][1] == replicas[first][1] == count:
+                tied[row] = first
+            else:
+                tied.pop(row, None)
+        return replicas
 
     # -- write ------------------------------------------------------------------------------------
 
@@ -282,7 +307,7 @@ class SaveJob:
             "attempt": self.attempt,
             "ranks": len(request.call.participants),
         }
-        self.files = self.sink.write(self, self._replicas(assigned), about)
+        self.files = self.sink.write(self, self._agreed(assigned), about)
         return Written(
             request.step, self.grid, self.files, request.report() if request.report is not None else {}
         )
@@ -310,7 +335,8 @@ class SaveJob:
             self.request.permit(self.operation.tick)
         # The caller may have gone on without this thread; then nothing may become visible.
         self.operation.cancel.check()
-        return self.commit.publish()
+        with publishing(self.store.url):
+            return self.commit.publish()
 
     def is_committed(self) -> bool:
         """Return whether the index of this attempt is in storage, as far as this rank can see."""

@@ -10,7 +10,6 @@ same on all ranks even if the order of their dicts is not; torch DCP does so, to
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import is_dataclass
@@ -24,7 +23,8 @@ from holdfast._format import objects
 from holdfast._format.names import name_of_rank
 from holdfast._format.records import fields_of
 from holdfast._layout.box import Box, whole
-from holdfast._layout.tensor import OBJECT, is_selected, matches, refuse_text
+from holdfast._layout.patterns import head_of, is_selected, refuse_text, selector, unmatched
+from holdfast._layout.tensor import OBJECT
 from holdfast._plan.shard_table import ShardTable
 from holdfast._state.dtensor import add_dtensor
 from holdfast._state.leaf import Flat, Leaf
@@ -278,29 +278,28 @@ def select(
     A pattern that names a subtree selects all of it: `model` matches `model.layers.0.weight`.
     """
     refuse_text(include=include, exclude=exclude)
+    lazy = [leaf.name for leaf in leaves if isinstance(leaf.value, ParameterState)]
     for what, patterns in (("include", include), ("exclude", exclude)):
-        for pattern in patterns or ():
+        for pattern in unmatched(patterns, [leaf.name for leaf in leaves]) if patterns else ():
             # A mistyped `exclude` would save what should be left out, a mistyped `include` nothing.
-            if not any(matches(leaf.name, pattern) or _may_match(leaf, pattern) for leaf in leaves):
+            if not any(_may_match(name, pattern) for name in lazy):
                 first = leaves[0].name if leaves else ""
                 raise BadInput(f"{what}: no name in the state matches {pattern!r}; the first is {first!r}.")
     if include is None and not exclude:
         return list(leaves)
-    keep = []
+    keep, is_kept, is_allowed = [], selector((include, exclude)), selector((None, exclude))
     for leaf in leaves:
         # Lazy leaves match every `include`: only the checkpoint tells which of their names do.
-        lazy = isinstance(leaf.value, ParameterState | Rest)
-        if is_selected(leaf.name, (None if lazy else include, exclude)):
+        if (is_allowed if isinstance(leaf.value, ParameterState | Rest) else is_kept)(leaf.name):
             leaf.patterns = include, exclude
             keep.append(leaf)
     return keep
 
 
-def _may_match(leaf: Leaf, pattern: str) -> bool:
-    """Return whether a pattern may match a name in an optimizer's state whose names are not known yet."""
-    if not isinstance(leaf.value, ParameterState):
-        return False
-    begin, name = re.split(r"[*?\[]", pattern, maxsplit=1)[0], f"{leaf.name}."
+def _may_match(state: str, pattern: str) -> bool:
+    """Return whether a pattern may match a name in the optimizer's state `state`, whose names are not known
+    yet."""
+    begin, name = head_of(pattern), f"{state}."
     return begin.startswith(name) or (begin != pattern and name.startswith(begin))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast._layout.tensor import Patterns
+from holdfast._layout.patterns import Patterns
 from holdfast._state.live import LiveSource
 
 

@@ -1,0 +1,94 @@
+"""Load into tied tensors: memory that a state has under several names is filled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast._format.columns import Array, Columns, tied_rows
+from holdfast._io.raw_read import fill_rows, slabs
+from holdfast._io.source import Source
+from holdfast._layout.tensor import DTYPES
+from holdfast._plan.shard_table import ShardTable
+from holdfast._state.memory import TensorMemory, torch_dtype
+from holdfast._state.tied import find_ties
+from holdfast._store.base import Store
+from holdfast.errors import LoadFailed
+
+
+class Tied(NamedTuple):
+    """Rows that are not read, because another row has their memory."""
+
+    rows: frozenset[int]
+    unknown: list[tuple[int, int]]
+    """Those of them whose stored elements may differ from the other row's, and that row."""
+
+
+def rows_read_once(table: ShardTable, position: Array, columns: Columns, where: str) -> Tied:
+    """Return which rows of a load need not be read. position: of each row, its tensor in `columns`.
+
+    Raises LoadFailed if other elements are stored under the names of tied rows.
+    """
+    ties = find_ties(table)
+    alike = tied_rows(columns) if ties else {}
+    unknown = []
+    for row, first in ties.items():
+        one, other = (int(position[at]) for at in (row, first))
+        if alike.get(one, one) == alike.get(other, other):
+            continue
+        parts = _parts(columns, one), _parts(columns, other)
+        if len(columns.digests) and parts[0][:3] == parts[1][:3]:  # cut alike, so that digests decide
+            if parts[0] != parts[1]:
+                raise _differ(table, row, first, where)
+        else:
+            unknown.append((row, first))
+    return Tied(frozenset(ties), unknown)
+
+
+def check_same(
+    store: Store, source: Source, table: ShardTable, unknown: list[tuple[int, int]], tick: Callable[[], None]
+) -> None:
+    """Compare the stored elements of rows that were not read with the memory that was filled.
+
+    Raises LoadFailed if they differ.
+    """
+    for row, first in unknown:
+        spec, box, memory = table.specs[row], table.boxes[row], table.memory[row]
+        assert isinstance(memory, TensorMemory)
+        dtype = torch_dtype(spec.dtype)
+        for part in slabs(box, DTYPES[spec.dtype].size):
+            stored = torch.empty(part.shape, dtype=dtype)
+            asked = ShardTable()
+            asked.add(spec, part, (0, 1), False, TensorMemory(stored))
+            fill_rows(store, source, asked)
+            held = memory.tensor.detach()[part.relative_to(box.offset).slices()]
+            if not _same_bits(stored.to(held.dtype), held.cpu()):
+                raise _differ(table, row, first, source.where)
+            tick()
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    x, y = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(x, y)
+
+
+def _parts(columns: Columns, row: int) -> tuple[bytes, ...]:
+    """Return boxes, blocks and digests of the chunks of a tensor."""
+    chunks = slice(int(columns.chunk_end[row - 1]) if row else 0, int(columns.chunk_end[row]))
+    ends = np.concatenate([[0], columns.digest_end])[chunks.start : chunks.stop + 1]
+    boxes = (getattr(columns, name)[chunks].tobytes() for name in ("offset", "size", "block"))
+    return (*boxes, columns.digests[int(ends[0]) : int(ends[-1])].tobytes())
+
+
+def _differ(table: ShardTable, row: int, first: int, where: str) -> LoadFailed:
+    names = table.specs[first].name, table.specs[row].name
+    return LoadFailed(
+        f"{names[0]!r} and {names[1]!r} are one tensor on rank {table.rank} (tied weights), but {where} "
+        "holds different elements under these names.",
+        rank=table.rank,
+        hint="Untie them, or leave one out: exclude=[...].",
+        details={"tensors": list(names)},
+    )
