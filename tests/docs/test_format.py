@@ -22,7 +22,7 @@ from holdfast._format.container import Header, read_header
 from holdfast._format.digest import block_sizes
 from holdfast._format.index import FENCE
 from holdfast._format.index_pages import PAGE
-from holdfast._format.names import FORMAT, NARROW
+from holdfast._format.names import FORMAT, NARROW, SHARED
 from holdfast._layout.tensor import DTYPES
 from holdfast._roster.memory import MemoryRoster
 from tests.docs.pages import after, table, text
@@ -349,3 +349,12 @@ def test_data_files_are_as_told(page: Space, saved: str) -> None:
     listed = [name for file in reader.files for name in header_of(f"{saved}/{file}").entries]
     assert "model.wide@0,128" in listed
     assert "types.complex64" in listed
+
+
+def test_the_pages_reader_reads_tied_tensors_under_both_names(page: Space, tmp_path: Path) -> None:
+    one = whole("tied", (300, 200))
+    holdfast.save({"a": one, "b": one}, tmp_path, job=holdfast.Job(no_dist=True))
+    reader = page["Reader"](str(tmp_path))
+    assert reader.meta["format"] == SHARED
+    assert np.array_equal(reader.read("a"), one.numpy())
+    assert np.array_equal(reader.read("b"), one.numpy())

@@ -76,7 +76,7 @@ def test_the_bytes_are_stored_once_and_are_whole_under_both_names(tmp_path: Path
 
 OPTIONS = [
     holdfast.Options(max_file_bytes=300_000),
-    holdfast.Options(columns=["embed.*"], fingerprint=True),
+    holdfast.Options(columns=("embed.*",), fingerprint=True),
     holdfast.Options(host_memory_budget=600_000),
 ]
 
