@@ -278,6 +278,8 @@ def select(
     A pattern that names a subtree selects all of it: `model` matches `model.layers.0.weight`.
     """
     refuse_text(include=include, exclude=exclude)
+    if include is None and not exclude:
+        return list(leaves)
     lazy = [leaf.name for leaf in leaves if isinstance(leaf.value, ParameterState)]
     for what, patterns in (("include", include), ("exclude", exclude)):
         for pattern in unmatched(patterns, [leaf.name for leaf in leaves]) if patterns else ():
@@ -285,8 +287,6 @@ def select(
             if not any(_may_match(name, pattern) for name in lazy):
                 first = leaves[0].name if leaves else ""
                 raise BadInput(f"{what}: no name in the state matches {pattern!r}; the first is {first!r}.")
-    if include is None and not exclude:
-        return list(leaves)
     keep, is_kept, is_allowed = [], selector((include, exclude)), selector((None, exclude))
     for leaf in leaves:
         # Lazy leaves match every `include`: only the checkpoint tells which of their names do.
