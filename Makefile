@@ -19,7 +19,7 @@ PORTABLE := tests/promises tests/roster tests/store tests/protocol tests/saving 
 QUICK := tests/layout tests/format tests/plan tests/store tests/state tests/saving tests/views tests/maintenance tests/testing \
 	tests/protocol/test_protocol.py tests/protocol/test_liveness.py tests/test_public.py
 FRAMEWORKS := tests/integrations tests/groups tests/promises tests/state
-BENCHES := planning growth per_tensor small_save save_load megatron async_save unchanged defaults groups fsdp huggingface standing
+BENCHES := planning growth per_tensor small_save save_load megatron async_save unchanged defaults groups fsdp huggingface standing watch
 
 .PHONY: demo drill strangers check test lint docs dist bench soak matrix clean
 

@@ -28,6 +28,7 @@ ORDER = (
     "huggingface",
     "groups",
     "standing",
+    "watch",
 )
 PICTURES = {"growth": ("![Costs by ranks, tensors, steps and files](growth.svg)", "")}
 INTRODUCTION = """\

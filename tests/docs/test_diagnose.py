@@ -1,9 +1,11 @@
-"""The tables of the page of diagnoses are those of the code; its score is compared in tests/museum."""
+"""The tables of the page of diagnoses are those of the code; its scores are compared in tests/museum and, of the
+faults, in tests/watch/test_faults.py."""
 
 from __future__ import annotations
 
 from holdfast._watch.verdict import BAR, CLASSES, CONFIDENCE
 from tests.docs.pages import table, text
+from tests.watch.faults import FAULTS, SILENT, expected
 
 PAGE = "docs/diagnose.md"
 
@@ -21,3 +23,11 @@ def test_every_class_has_what_to_do_and_a_thread() -> None:
     for name, about in CLASSES.items():
         assert about.todo, name
         assert about.thread.startswith("https://github.com/"), name
+
+
+def test_the_faults_of_the_page_are_those_that_are_injected() -> None:
+    """And are said to be decided where the test of the fault asks for that."""
+    rows = table(text(PAGE), "faults")
+    assert [row[:2] for row in rows] == [[fault.job, expected(fault)] for fault in FAULTS]
+    for fault, row in zip(FAULTS, rows, strict=True):
+        assert row[2] == ("-" if fault.job in SILENT else expected(fault))

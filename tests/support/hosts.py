@@ -46,20 +46,20 @@ class Hosts:
         self._count = count
         self._started: list[subprocess.Popen[str]] = []
 
-    def _name(self, host: int | str) -> str:
+    def name(self, host: int | str) -> str:
         return f"{self._prefix}{host}"
 
     def address(self, host: int) -> str:
         return f"10.99.0.{host + 1}"
 
     def __enter__(self) -> Hosts:
-        switch = self._name("switch")
+        switch = self.name("switch")
         try:
             _ip("netns", "add", switch)
             _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
             _ip("-n", switch, "link", "set", "bridge", "up")
             for host in range(self._count):
-                name = self._name(host)
+                name = self.name(host)
                 _ip("netns", "add", name)
                 _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", f"p{host}", "netns", switch)
                 _ip("-n", switch, "link", "set", f"p{host}", "master", "bridge", "up")
@@ -73,7 +73,7 @@ class Hosts:
 
     def start(self, host: int, command: list[str], **environment: str) -> subprocess.Popen[str]:
         """Start a program on a host, with pids and a /proc of that host's own."""
-        whole = ["ip", "netns", "exec", self._name(host)]
+        whole = ["ip", "netns", "exec", self.name(host)]
         whole += ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "slave"]
         whole += command
         made = subprocess.Popen(
@@ -94,10 +94,10 @@ class Hosts:
 
     def pull(self, host: int) -> None:
         """Cut a host off."""
-        _ip("-n", self._name("switch"), "link", "set", f"p{host}", "down")
+        _ip("-n", self.name("switch"), "link", "set", f"p{host}", "down")
 
     def plug(self, host: int) -> None:
-        _ip("-n", self._name("switch"), "link", "set", f"p{host}", "up")
+        _ip("-n", self.name("switch"), "link", "set", f"p{host}", "up")
 
     def close_between(self, one: int, other: int) -> None:
         """Let two hosts reach all others, but not each other: what they send is dropped."""
@@ -108,7 +108,7 @@ class Hosts:
 
     def _drop(self, verb: str, one: int, other: int) -> None:
         for here, there in ((one, other), (other, one)):
-            _ip("-n", self._name(here), "route", verb, "blackhole", f"{self.address(there)}/32")
+            _ip("-n", self.name(here), "route", verb, "blackhole", f"{self.address(there)}/32")
 
     def close(self) -> None:
         for process in self._started:
@@ -120,7 +120,7 @@ class Hosts:
                     pipe.close()
         for host in ("switch", *range(self._count)):
             with suppress(subprocess.CalledProcessError):
-                _ip("netns", "delete", self._name(host))
+                _ip("netns", "delete", self.name(host))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -26,10 +26,11 @@ def command(places: tuple[str, ...], as_json: bool) -> None:
     from holdfast._watch.read import read_all
 
     found = diagnose(read_all(places))
-    output.report(found, as_json, _show, passed=found.verdict is not None)
+    output.report(found, as_json, show, passed=found.verdict is not None)
 
 
-def _show(found: Diagnosis) -> None:
+def show(found: Diagnosis) -> None:
+    """Print a diagnosis."""
     world = f" of {found.world_size}" if found.world_size is not None else ""
     whole = "" if found.is_complete else ", so that absence proves nothing"
     output.say(f"heard of: {listed(found.ranks) if found.ranks else 'no rank'}{world}{whole}")

@@ -7,24 +7,46 @@ import platform
 import click
 
 from holdfast._cli import output
+from holdfast._cli.diagnose import show
 from holdfast._groups.audit.doctor import ask, variables_of
 from holdfast._groups.audit.hazards import NAMES, Hazard, ProcessFacts, hazards, of_variables
 from holdfast._integrations.versions import found_frameworks
 from holdfast._options import all_variables
+from holdfast._watch.diagnose import diagnose
 from holdfast._watch.known import affects, versions_here
+from holdfast._watch.read import read_all
+from holdfast._watch.shared_call import ask_for_call, wait_for_answers
+from holdfast.errors import BadInput
+
+ANSWERED = 30.0
+"""Seconds in which the ranks of a running job answer."""
 
 
 @click.command("doctor")
 @click.option("--pid", type=int, help="A process of a running job on this host.")
+@click.option("--all", "folder", type=click.Path(), help="The folder HOLDFAST_ROLL_CALLS of a running job.")
 @output.as_json
 @click.pass_context
-def command(ctx: click.Context, pid: int | None, as_json: bool) -> None:
+def command(ctx: click.Context, pid: int | None, folder: str | None, as_json: bool) -> None:
     """List what in a process's groups and environment is known to end in a hang.
 
     Without --pid: this shell's environment, and the frameworks in this Python that holdfast.install() knows.
     Groups are shown of a process that uses holdfast.install, session, open_groups or warm_up, and what is
     replaced and guarded there. Exit code 1 if there is a hazard.
+
+    With --all: asks all ranks of the jobs that have this folder where they are, and says what they hang in,
+    as `holdfast diagnose` does. It disturbs nothing. Exit code 1 if that is not decided.
     """
+    if folder is not None:
+        path = ask_for_call(folder, "holdfast doctor --all asks")
+        if not wait_for_answers(path, ANSWERED):
+            raise BadInput(
+                f"No rank has answered in {path} within {ANSWERED:g} s.",
+                hint="Does the job call holdfast.install(), with HOLDFAST_ROLL_CALLS set to this folder?",
+            )
+        found = diagnose(read_all([path]))
+        output.report(found, as_json, show, passed=found.verdict is not None)
+        return
     # A process without Holdfast does not answer, but its environment can be read.
     facts: ProcessFacts | None = ask(pid) if pid is not None else None
     if facts is not None:

@@ -226,6 +226,7 @@ class Operation:
         try:
             with collector_paused() if pause_collector else nullcontext():
                 whole = CallSteps(self._meet(), steps, leave(self.context, self._history))
+                self.presence.deadline = self.context.deadline
                 value = run(whole, self.context, self.roster, self.presence, self.cancel)
             if self.bytes_total:
                 self._tell()

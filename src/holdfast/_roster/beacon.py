@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 
 import msgspec
 
-from holdfast._deadline import Limits
+from holdfast._deadline import Deadline, Limits
 from holdfast._heart import heart
 from holdfast._roster.base import Roster
 from holdfast._roster.neighbours import Watch
@@ -43,6 +43,8 @@ class Presence:
         self.others = 0
         """Counts the progress of ranks that this one waits for."""
         self.waiting_for: list[int] | None = None
+        self.deadline: Deadline | None = None
+        """When the operation ends without those that it waits for."""
         self.is_working = False
         self.outcome: Message | None = None
         """How the operation was decided, once the heart has seen that."""

@@ -83,6 +83,11 @@ class Neighbour:
             return f"its host has not answered for {self._silent:.0f} s"
         return ""
 
+    @property
+    def silent(self) -> float:
+        """Seconds for which its host has not answered, over a path that it has answered before."""
+        return self._silent
+
     def close(self) -> None:
         self._forget_fd()
         if self._link is not None:
@@ -162,6 +167,10 @@ class Watch:
         """Return the neighbours on this machine whose heart may not run."""
         near = self._neighbours.items()
         return [rank for rank, one in near if one.is_quiet and one.vitals.who.is_of_this_machine()]
+
+    def cut_off(self) -> dict[int, float]:
+        """Return the neighbours whose host does not answer now, and for how many seconds."""
+        return {rank: one.silent for rank, one in list(self._neighbours.items()) if one.silent}
 
     def _near(self) -> list[int]:
         """Return the nearest ranks before and after this one that have not ended, in every circle."""

@@ -9,12 +9,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import msgspec
 
 from holdfast._options import ranks_of_this_host, roll_call_folder
 from holdfast._roster.base import Roster
+from holdfast._roster.beacon import Beacon
 from holdfast._roster.presence import Seen, pace, see, spread
 from holdfast._roster.process import Identity
 from holdfast._threads import start_thread
@@ -22,10 +24,10 @@ from holdfast._values import Message
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call, read_stacks
-from holdfast._watch.evidence import Ending, Evidence, Rank, Source, Stack
+from holdfast._watch.evidence import CUT_OFF, Ending, Evidence, Rank, Source, Stack
 from holdfast._watch.own_stacks import activity_here, evidence_here, stacks_here
-from holdfast._watch.read import ROLL_CALLS
-from holdfast._watch.rules_stacks import position_of_rank
+from holdfast._watch.positions import position_of_rank
+from holdfast._watch.shared_call import ROLL_CALLS, Part, parts, read_answers, take_part
 from holdfast._watch.verdict import Diagnosis, listed
 
 log = logging.getLogger("holdfast")
@@ -35,6 +37,10 @@ LOOKS = 10
 """How often a rank looks whether it moves."""
 LEAST = 1.0
 """Seconds that this takes, at least."""
+NOTED = 2.0
+"""Seconds in which the folder answers which jobs have a part in a call."""
+JOINED = 3.0
+"""Seconds, beside those between the looks, in which the ranks of other jobs answer."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -46,6 +52,8 @@ class Asked(msgspec.Struct, frozen=True):
     """Seconds between the two looks."""
     at: float
     """The caller's clock, which also names the folder."""
+    folder: str = ""
+    """The name of the folder, if somebody else has made it."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -56,6 +64,8 @@ class Answer(msgspec.Struct, frozen=True):
     world_size: int
     by: int
     """The rank that answers: itself, or one of its machine."""
+    cut_off: dict[int, float] = {}
+    """Ranks whose host does not answer this one any more, and for how many seconds."""
 
 
 class Held(NamedTuple):
@@ -70,16 +80,25 @@ class Held(NamedTuple):
 class Answering:
     """One call on one rank."""
 
-    def __init__(self, base: Roster, number: int, asked: Asked, over: threading.Event) -> None:
-        self._base, self._number, self._asked, self._over = base, number, asked, over
+    def __init__(
+        self, base: Roster, beacon: Beacon, number: int, asked: Asked, over: threading.Event
+    ) -> None:
+        self._base, self._beacon, self._number, self._asked, self._over = base, beacon, number, asked, over
         self._pace = pace(base.world_size)
         folder = roll_call_folder()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(asked.at))
-        self._folder = os.path.join(folder, ROLL_CALLS, f"{stamp}-{number}") if folder else ""
+        name = asked.folder or f"{stamp}-{number}"
+        self._folder = os.path.join(folder, ROLL_CALLS, name) if folder else ""
+        self._part: Part | None = None
+        """Of this job, in a call of several."""
+        self._latest: dict[int, Answer] = {}
+        """What is to be in the file of each rank."""
 
     def run(self) -> None:
         rank = self._base.rank
-        found, members = evidence_here(rank)
+        if self._folder and self._asked.by == rank:
+            start_thread(self._take_part, "holdfast-roll-call-file")
+        found, members = evidence_here(rank, self._beacon.operations)
         # A rank that was stopped until now sees another time than that of the call: others have answered.
         if self._is_over() or not self._put(rank, found, members, is_first=True):
             return
@@ -96,19 +115,26 @@ class Answering:
             self._put(other, _seen_again(one), {})
         if self._asked.by == rank:
             self._over.wait(self._pace + GRACE)
-            evidence = self._gather()
+            collector = self._gather()
+            if self._part is not None and self._part.number:
+                return  # the first job of the call tells the result
+            if self._folder:
+                self._add_other_jobs(collector)
+            evidence = collector.evidence()
             log.warning("%s", summary(self._asked.why, diagnose(evidence), evidence, self._folder))
 
     def _later(self, found: Rank, until: float) -> tuple[Stack, ...]:
-        """Return the stacks of the first look at which the main thread has moved, or else of the last."""
+        """Return the stacks of the first look at which the main thread has moved, or else of the last. It
+        takes the whole time, so that what is measured beside it says something."""
         span = max(until - time.monotonic(), LEAST)
+        moved: tuple[Stack, ...] = ()
         for look in range(LOOKS):
             # Not in step with what the program does again and again.
             self._over.wait(span / LOOKS * (0.5 + spread(look)))
-            later = stacks_here()
-            if not later or not found.stacks or later[0].calls != found.stacks[0].calls:
-                break
-        return later
+            later = () if moved else stacks_here()
+            if later and found.stacks and later[0].calls != found.stacks[0].calls:
+                moved = later
+        return moved or stacks_here()
 
     def _is_over(self) -> bool:
         return self._base.get([f"roll/{self._number}/over"])[0] is not None
@@ -117,27 +143,80 @@ class Answering:
         self, rank: int, found: Rank, members: dict[str, tuple[int, ...]], is_first: bool = False
     ) -> bool:
         """Give the answer of a rank; return whether nobody else has given its first one before."""
-        answer = Answer(found, members, self._base.world_size, self._base.rank)
+        cut_off = self._beacon.watch.cut_off()
+        answer = Answer(found, members, self._base.world_size, self._base.rank, cut_off)
         key, message = f"roll/{self._number}/{rank}", msgspec.to_builtins(answer)
         if self._is_over() or (is_first and self._base.claim(key, message).get("by") != answer.by):
             return False
         if not is_first:
             self._base.put(key, message)
         if self._folder:
+            self._latest[rank] = answer
             # Storage may be what hangs. The result is told without it.
-            start_thread(lambda: self._write(rank, msgspec.json.encode(answer)), "holdfast-roll-call-file")
+            start_thread(lambda: self._write(answer), "holdfast-roll-call-file")
         return True
 
-    def _write(self, rank: int, answer: bytes) -> None:
+    def _take_part(self) -> None:
+        with suppress(OSError):
+            self._part = take_part(self._folder, self._base.job(), self._base.world_size)
+
+    def _write(self, answer: Answer) -> None:
+        part = self._part_of_this_job()
+        rank = answer.roll_call.rank + part.first
+        whole = msgspec.structs.replace(
+            answer,
+            roll_call=part.rank(answer.roll_call),
+            members=part.members(answer.members),
+            world_size=part.first + part.world_size,
+        )
         path = os.path.join(self._folder, f"rank-{rank}.json")
         try:
             os.makedirs(self._folder, exist_ok=True)
-            part = f"{path}.{threading.get_ident()}.part"
-            with open(part, "wb") as file:
-                file.write(answer)
-            os.replace(part, path)
+            temporary = f"{path}.{threading.get_ident()}.part"
+            with open(temporary, "wb") as file:
+                file.write(msgspec.json.encode(whole))
+            if self._latest[answer.roll_call.rank] is answer:
+                os.replace(temporary, path)
+            else:
+                os.unlink(temporary)
         except OSError as error:
             log.warning("The roll call's file %s could not be written: %s.", path, error.strerror)
+
+    def _part_of_this_job(self) -> Part:
+        """Return what the caller has noted; before that, or if it can't, this job is the only one."""
+        job, ends = self._base.job(), time.monotonic() + NOTED
+        while time.monotonic() < ends and not self._over.is_set():
+            for part in parts(self._folder):
+                if part.job == job:
+                    return part
+            time.sleep(0.1)
+        return Part(job, self._base.world_size, "")
+
+    def _add_other_jobs(self, to: Collector) -> None:
+        """Add what the ranks of other jobs have written that have a part in this call by now."""
+        read: dict[str, Any] = {}
+        others: list[Part] = []
+        done = threading.Event()
+        seconds = JOINED + self._asked.pause
+
+        def read_files() -> None:
+            ends, whole = time.monotonic() + seconds, False
+            others[:] = parts(self._folder)[1:]
+            while others and not whole and time.monotonic() < ends:
+                found, whole = read_answers(self._folder, others)
+                read.update(found)
+                time.sleep(0.0 if whole else 0.2)
+            done.set()
+
+        # Storage may not answer.
+        start_thread(read_files, "holdfast-roll-call-file")
+        done.wait(NOTED)
+        if others:
+            done.wait(seconds)
+        for name, answer in list(read.items()):
+            read_roll_call(answer, to, name)
+        for part in others:
+            to.remark("job", part.said(), Source("roll call"))
 
     def _answers(self, ranks: Iterable[int]) -> dict[int, Message]:
         ranks = list(ranks)
@@ -156,20 +235,26 @@ class Answering:
                 held[rank] = Held(seen.vitals.who, found, time.monotonic(), _cpu(seen.vitals.who))
         return held
 
-    def _gather(self) -> Evidence:
+    def _gather(self) -> Collector:
         collector = Collector()
         everyone = range(self._base.world_size)
         answers = self._answers(everyone)
         for rank, answer in answers.items():
             read_roll_call(answer, collector, f"rank-{rank}.json")
         gone = [rank for rank in everyone if rank not in answers]
-        for rank, seen in see(self._base, gone).items() if gone else ():
+        seen_of_gone = see(self._base, gone) if gone else {}
+        cut_off = {rank for answer in answers.values() for rank in map(int, answer.get("cut_off") or ())}
+        machines = {_machine(seen) for rank, seen in seen_of_gone.items() if rank in cut_off} - {""}
+        for rank, seen in seen_of_gone.items():
             if seen.ended:
                 collector.note_ending(rank, _ending(seen))
+            elif rank in cut_off or _machine(seen) in machines:
+                self._put(rank, Rank(rank, state=CUT_OFF), {})
+                collector.rank(rank).state = CUT_OFF
         collector.note_world(self._base.world_size)
         self._base.put(f"roll/{self._number}/over", {})
         self._base.delete([f"roll/{self._number}/{rank}" for rank in everyone])
-        return collector.evidence()
+        return collector
 
 
 def _seen_from_here(rank: int, seen: Seen) -> Rank | None:
@@ -181,6 +266,10 @@ def _seen_from_here(rank: int, seen: Seen) -> Rank | None:
     state = f"{seen.held()} (state {seen.state})" if seen.held() else ""
     stacks = _dumped(seen.vitals.who)
     return Rank(rank, stacks=stacks, state=state) if stacks or state else None
+
+
+def _machine(seen: Seen) -> str:
+    return seen.vitals.who.machine if seen.vitals is not None else ""
 
 
 def _seen_again(held: Held) -> Rank:
@@ -222,6 +311,7 @@ def summary(why: str, found: Diagnosis, evidence: Evidence, folder: str) -> str:
         places[f"{one.does} at {one.call}" + (f", in {phase}" if phase else "")].append(rank)
     for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))[:8]:
         lines.append(f"  {listed(ranks)}: {place}")
+    lines += [f"  {remark.text}" for remark in evidence.of("job")]
     if folder:
         lines.append(f"  holdfast diagnose {folder} tells more.")
     return "\n".join(lines)

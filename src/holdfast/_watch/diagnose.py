@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast._watch import known, rules_counts, rules_log, rules_stacks
+from holdfast._watch import known, rules_counts, rules_cycle, rules_log, rules_stacks
 from holdfast._watch.evidence import Evidence
 from holdfast._watch.verdict import (
     BAR,
@@ -17,7 +17,7 @@ from holdfast._watch.verdict import (
     listed,
 )
 
-_RULES = (*rules_log.RULES, *rules_counts.RULES, *rules_stacks.RULES, *known.RULES)
+_RULES = (*rules_log.RULES, *rules_counts.RULES, *rules_cycle.RULES, *rules_stacks.RULES, *known.RULES)
 """Of verdicts of one confidence, the rule that stands first wins."""
 
 

@@ -6,6 +6,7 @@ conclude from an absence only where the evidence is complete.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,6 +36,33 @@ class Call(NamedTuple):
         return f"{self.function} ({name}:{self.line})" if self.line else f"{self.function} ({name})"
 
 
+OPERATION = "holdfast-operation"
+"""The thread that does what the main thread has called for (`protocol.runner`)."""
+_LIBRARY = re.compile(
+    r"/holdfast/_\w+/|"
+    r"/torch/|^torch/|/ray/|^ray/|threading\.py|queue\.py|concurrent/|^lib\w*\.so|\.so(?:\.|$)|/multiprocessing/"
+)
+
+
+def is_of_a_library(call: Call) -> bool:
+    """Return whether a call is of torch, the launcher or Python's threads, and not of the program."""
+    return _LIBRARY.search(call.file) is not None
+
+
+class Way(NamedTuple):
+    """Where the function of a call can go from its line, by its bytecode."""
+
+    ahead: tuple[tuple[int, int], ...] = ()
+    """First and last lines of what it can still come to, without a jump back."""
+    loops: tuple[tuple[int, int], ...] = ()
+    """First and last lines of the loops that it is in, the innermost first."""
+    counts: tuple[tuple[str, int], ...] = ()
+    """Its variables that count the rounds of loops, also of those that it has left."""
+
+    def comes_to(self, line: int) -> bool:
+        return any(first <= line <= last for first, last in self.ahead)
+
+
 class Stack(msgspec.Struct, frozen=True):
     """One thread at one time."""
 
@@ -44,6 +72,8 @@ class Stack(msgspec.Struct, frozen=True):
     source: Source
     names: dict[str, str] = {}
     """Arguments that the dump shows, such as `group_name`."""
+    ways: tuple[Way | None, ...] = ()
+    """Of each call, where it can go; None of those of libraries, and empty if the process has not told."""
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -106,6 +136,10 @@ class Ending(msgspec.Struct, frozen=True):
     """Where it was raised."""
 
 
+CUT_OFF = "its host does not answer"
+"""The state of a rank whose host could be reached before."""
+
+
 class Rank(msgspec.Struct, frozen=True):
     """One rank: what it does, as far as it was seen."""
 
@@ -118,7 +152,7 @@ class Rank(msgspec.Struct, frozen=True):
     later: tuple[Stack, ...] = ()
     """The same, some seconds later."""
     busy: float | None = None
-    """The part of the time between the two looks in which it used the CPU."""
+    """The part of the time between the two looks in which it, and its children, used the CPU."""
     moved: int = 0
     """The bytes that it has moved between the two looks, in files and over connections."""
     state: str = ""

@@ -10,55 +10,85 @@ from types import FrameType
 import msgspec
 
 from holdfast import events
+from holdfast._roster.beacon import Presence
 from holdfast._roster.process import activity
 from holdfast._torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import MOST_CALLS, operations_of
-from holdfast._watch.evidence import Call, Rank, Source, Stack
+from holdfast._watch.evidence import OPERATION, Call, Operation, Rank, Source, Stack, is_of_a_library
+from holdfast._watch.shared_call import is_own
+from holdfast._watch.ways import way_of
 
 _HERE = Source("roll call")
 
 
-def stacks_here() -> tuple[Stack, ...]:
-    """Return where the threads of the program are, the main thread first."""
+def stacks_here(ways: bool = False) -> tuple[Stack, ...]:
+    """Return where the threads of the program are, the main thread first; with `ways`, also where they can
+    go from there, which takes some milliseconds."""
     frames = sys._current_frames()
     main = threading.main_thread()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
     return tuple(
-        Stack("MainThread" if thread is main else thread.name, _calls(frames[thread.ident]), _HERE)
+        _stack("MainThread" if thread is main else thread.name, frames[thread.ident], ways)
         for thread in threads
-        if thread.ident in frames and not thread.name.startswith("holdfast-")
+        if thread.ident in frames and (not thread.name.startswith("holdfast-") or thread.name == OPERATION)
     )
 
 
 def activity_here() -> tuple[float, float]:
-    """Return the seconds of CPU time of the main thread, and the bytes that this process and its children
-    have moved; zeros where that can't be read. A child that comes or goes counts as movement, too."""
+    """Return the seconds of CPU time of the program's threads and children, and the bytes that these have
+    moved; zeros where that can't be read. A child that comes or goes counts as movement, too."""
     with suppress(OSError, ValueError):
         cpu, moved = activity()
-        return cpu.get(threading.main_thread().native_id or 0, 0.0), float(sum(moved))
+        ours = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("holdfast-")}
+        return sum(cpu[thread] for thread in cpu.keys() - ours), float(sum(moved))
     return 0.0, 0.0
 
 
-def _calls(frame: FrameType | None) -> tuple[Call, ...]:
-    calls: list[Call] = []
-    while frame is not None and len(calls) < MOST_CALLS:
-        calls.append(Call(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+def _stack(thread: str, frame: FrameType | None, with_ways: bool) -> Stack:
+    # All are read first: the thread may go on meanwhile.
+    read: list[tuple[FrameType, int, int | None]] = []
+    while frame is not None and len(read) < MOST_CALLS:
+        read.append((frame, frame.f_lasti, frame.f_lineno))
         frame = frame.f_back
-    return tuple(calls)
+    calls = tuple(Call(one.f_code.co_name, one.f_code.co_filename, line) for one, _, line in read)
+    ways = [
+        None if is_of_a_library(call) else way_of(one.f_code, at, one.f_locals)
+        for call, (one, at, _) in zip(calls, read, strict=True)
+        if with_ways
+    ]
+    return Stack(thread, calls, _HERE, ways=tuple(ways))
 
 
-def evidence_here(rank: int) -> tuple[Rank, dict[str, tuple[int, ...]]]:
-    """Return what is known of this rank, and the members of the groups in which it waits."""
+def evidence_here(rank: int, presences: list[Presence]) -> tuple[Rank, dict[str, tuple[int, ...]]]:
+    """Return what is known of this rank and of its operations, and the members of the groups of which it is
+    the first."""
     collector = Collector()
     for record in flight_records(entries=True):
         operations_of(record, collector, _HERE, rank)
+    for presence in presences:
+        if (operation := _operation(presence)) is not None:
+            collector.note_operation(rank, operation)
     recorded = collector.evidence().ranks.get(rank, Rank(rank))
-    pending = {one.group for one in recorded.operations if one.is_pending}
     members = {
         f"{group.name}:{group.description}" if group.description else group.name: group.ranks
         for group in known_groups()
     }
-    found = msgspec.structs.replace(recorded, stacks=stacks_here(), phase=events.phase_now())
-    # The first member tells it, as all would tell the same.
-    return found, {name: ranks for name, ranks in members.items() if name in pending and min(ranks) == rank}
+    # Of groups that the program has named itself, some members may be of another job.
+    members = {name: ranks for name, ranks in members.items() if is_own(name) and min(ranks) == rank}
+    for presence in presences:
+        operation, waited_for = _operation(presence), set(presence.waiting_for or ())
+        # The first that is in it tells.
+        if operation is not None and rank == min(set(presence.participants) - waited_for, default=None):
+            members[operation.group] = tuple(presence.participants)
+    found = msgspec.structs.replace(recorded, stacks=stacks_here(ways=True), phase=events.phase_now())
+    return found, members
+
+
+def _operation(presence: Presence) -> Operation | None:
+    """Return a wait of Holdfast's own as an operation of a group; None if it waits for nobody."""
+    # A key is `<kind>/<signature>/<generation>.<number>` (`rendezvous.History.begin`).
+    group, _, number = presence.operation.rpartition(".")
+    if not presence.waiting_for or not number.isdecimal():
+        return None
+    return Operation(f"holdfast {group}", int(number) + 1, presence.title, "started", _HERE)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import is_stacks, rank_of_name, read_json, read_pickle, read_stacks
-from holdfast._watch.evidence import Evidence
+from holdfast._watch.evidence import Evidence, Source
 from holdfast._watch.log import LogReader
+from holdfast._watch.shared_call import ROLL_CALLS, parts
 from holdfast.errors import BadInput
 
 LARGEST_DUMP = 256 << 20
 """Bytes of a dump that is read as a whole; logs are streamed."""
-ROLL_CALLS = "roll-calls"
-"""The folder of a run that has the files of its roll calls."""
 FILES = 20_000
+_IS_OF_RANK = re.compile(r"^rank-\d+\.json$")
 _NO_EVIDENCE = (
     ".part",
     ".safetensors",
@@ -35,7 +36,10 @@ _NO_EVIDENCE = (
 def read_all(paths: Iterable[str]) -> Evidence:
     """Read files, and all files of folders, into one evidence. Raises BadInput."""
     collector = Collector()
-    for path in paths:
+    for path in map(_newest_call, paths):
+        for part in parts(path):
+            if part.number:
+                collector.remark("job", part.said(), Source(path))
         for file in _files(path):
             _read(file, collector)
     if not collector.files:
@@ -43,14 +47,17 @@ def read_all(paths: Iterable[str]) -> Evidence:
     return collector.evidence()
 
 
+def _newest_call(path: str) -> str:
+    """Return the folder of a run's newest call: an earlier one tells of another wait."""
+    calls = os.path.join(path, ROLL_CALLS)
+    return os.path.join(calls, max(os.listdir(calls), default="")) if os.path.isdir(calls) else path
+
+
 def _files(path: str) -> list[str]:
     if not os.path.isdir(path):
         return [path]
-    calls = os.path.join(path, ROLL_CALLS)
-    if os.path.isdir(calls):
-        # The newest one: an earlier call tells of another wait.
-        newest = max(os.listdir(calls), default="")
-        path = os.path.join(calls, newest)
+    if os.path.basename(os.path.dirname(os.path.abspath(path))) == ROLL_CALLS:
+        return [os.path.join(path, name) for name in sorted(os.listdir(path)) if _IS_OF_RANK.match(name)]
     found = sorted(
         os.path.join(folder, name)
         for folder, _, names in os.walk(path)

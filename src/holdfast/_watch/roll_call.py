@@ -21,12 +21,16 @@ from weakref import ref
 
 import msgspec
 
+from holdfast._deadline import Deadline
 from holdfast._heart import heart
+from holdfast._options import roll_call_folder
 from holdfast._roster.base import Roster
+from holdfast._roster.beacon import Beacon, Presence, beacon_of
 from holdfast._roster.presence import pace, read
 from holdfast._threads import start_thread
 from holdfast._torch_private import flight_records
 from holdfast._watch.answering import Answering, Asked
+from holdfast._watch.shared_call import waiting_call
 from holdfast.errors import RosterLost
 
 log = logging.getLogger("holdfast")
@@ -36,6 +40,10 @@ AGAIN = 10.0
 """Seconds between the two looks, at most: late ranks move meanwhile."""
 NOTICED = 2.0
 """Seconds of a collective before which it is not looked at closely."""
+BRIEFLY = 2.0
+"""The same, for a call that was asked for."""
+LOOK_IN_FOLDER = 2.0
+"""Seconds between two looks for such a call."""
 OLD = 60.0
 """Seconds after which a call is over for a rank that has not seen it."""
 
@@ -100,6 +108,27 @@ def _statuses() -> Iterable[tuple[tuple[int, str], int, int]]:
             yield (number, group), int(enqueued), int(done)
 
 
+class OwnWaits:
+    """Waits of Holdfast's own, in saves, loads and what stands in for a collective."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def too_long(self, operations: list[Presence]) -> tuple[Presence, Deadline] | None:
+        """Return a wait that has taken half of its time, and was not told yet, with its deadline."""
+        for one in operations:
+            deadline = one.deadline
+            if deadline is None or not one.waiting_for or one.operation in self._told:
+                continue
+            if deadline.left() <= (1 - SHARE) * deadline.seconds:
+                return one, deadline
+        return None
+
+    def tell(self, operations: list[Presence]) -> None:
+        """Note that all waits of now were told of."""
+        self._told = {one.operation for one in operations if one.waiting_for}
+
+
 class RollCall:
     """The roll calls of one rank: a duty of the heart, from `install` to `uninstall`."""
 
@@ -111,6 +140,13 @@ class RollCall:
         """Of the next call."""
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
+        self._own_waits = OwnWaits()
+        self._waiting_call: tuple[str, str] | None = None
+        """A call in the folder that this job has no part in yet, and why it was made."""
+        self._joined: set[str] = set()
+        """Such calls that this job has a part in."""
+        self._next_look = 0.0
+        self._looks = threading.Event()
 
     def beat(self) -> None:
         roster = self._roster()
@@ -118,7 +154,7 @@ class RollCall:
             return
         try:
             if roster is not None:
-                self._look(roster.bounded().base())
+                self._look(roster.bounded().base(), beacon_of(roster))
         except RosterLost as error:  # the program's own calls meet it, too
             roster = None if error.details.get("destroyed") else roster
         except Exception as error:  # the same would come at every beat
@@ -127,29 +163,59 @@ class RollCall:
         if roster is None:
             heart.end(self)
 
-    def _look(self, base: Roster) -> None:
-        """Call if this rank waits too long, and answer a call."""
+    def _look(self, base: Roster, beacon: Beacon) -> None:
+        """Call if this rank waits too long or somebody asks, and answer a call."""
+        self._look_in_folder(base)
         if (seconds := self._pending.over()) is not None:
             log.warning("The collective of the last roll call is over, after %.0f s.", seconds)
         key = f"roll/{self._number}"
         asked = read(base.get([key])[0], Asked)
-        waited = self._pending.too_long() if asked is None else None
-        if waited is not None:
-            why = f"a collective has taken {waited[0]:.0f} of {waited[1]:.0f} s"
-            mine = Asked(base.rank, why, min(AGAIN, waited[1] / 8), time.time())
+        mine = self._call(base.rank, beacon) if asked is None else None
+        if mine is not None:
             asked = read(base.claim(key, msgspec.to_builtins(mine)), Asked)
         if asked is not None:
-            answering = Answering(base, self._number, asked, self._over)
+            answering = Answering(base, beacon, self._number, asked, self._over)
             self._number += 1
             if time.time() - asked.at < OLD:
-                self._thread = start_thread(lambda: self._answer(answering), "holdfast-roll-call")
+                self._joined.add(asked.folder)
+                self._thread = start_thread(lambda: self._answer(answering, beacon), "holdfast-roll-call")
 
-    def _answer(self, answering: Answering) -> None:
+    def _call(self, rank: int, beacon: Beacon) -> Asked | None:
+        """Return the call that this rank makes now, or None."""
+        if (waited := self._pending.too_long()) is not None:
+            why = f"a collective has taken {waited[0]:.0f} of {waited[1]:.0f} s"
+            return Asked(rank, why, min(AGAIN, waited[1] / 8), time.time())
+        if (own := self._own_waits.too_long(beacon.operations)) is not None:
+            presence, deadline = own
+            why = f"{presence.title} has taken {deadline.elapsed():.0f} s, with {deadline.left():.0f} s left"
+            return Asked(rank, why, min(AGAIN, deadline.seconds / 8), time.time())
+        if self._waiting_call is not None and self._waiting_call[0] not in self._joined:
+            name, why = self._waiting_call
+            return Asked(rank, why, BRIEFLY, time.time(), name)
+        return None
+
+    def _look_in_folder(self, base: Roster) -> None:
+        """Look for calls that were asked for, on two ranks, of which one may hang. Storage may not answer, so
+        a thread looks."""
+        folder = roll_call_folder()
+        if base.rank > 1 or not folder or time.monotonic() < self._next_look or self._looks.is_set():
+            return
+        self._next_look = time.monotonic() + LOOK_IN_FOLDER
+        self._looks.set()
+
+        def look() -> None:
+            self._waiting_call = waiting_call(folder, base.job())
+            self._looks.clear()
+
+        start_thread(look, "holdfast-roll-call-folder")
+
+    def _answer(self, answering: Answering, beacon: Beacon) -> None:
         try:
             answering.run()
         except Exception as error:  # a job must not notice it
             log.warning("A roll call could not be answered: %s: %s", type(error).__name__, error)
         self._pending.tell()
+        self._own_waits.tell(beacon.operations)
 
     def close(self) -> None:
         self._over.set()

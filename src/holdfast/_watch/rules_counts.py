@@ -77,7 +77,7 @@ def mismatch(evidence: Evidence) -> Iterator[Verdict]:
                 call=next(
                     (one.calls[0] for rank, one in sorted(ranks.items()) if one.calls and rank in odd), None
                 ),
-                seen=(*threads, *(_observed(rank, ranks[rank]) for rank in sorted(ranks)[:16])),
+                seen=(*threads, *(observed(rank, ranks[rank]) for rank in sorted(ranks)[:16])),
                 others=(
                     "These ranks are at different lines: perhaps a condition that they decide differently.",
                 )
@@ -120,7 +120,7 @@ def _said(kinds: dict[int, Kind], kind: Kind) -> str:
     )
 
 
-def _observed(rank: int, one: Operation) -> Observation:
+def observed(rank: int, one: Operation) -> Observation:
     sizes = f" ({' to '.join(map(str, one.sizes))} elements)" if one.sizes else ""
     return Observation(f"rank {rank}: {one.name} #{one.number}{sizes} {one.state}", one.source)
 
@@ -153,7 +153,7 @@ def desynchronized(evidence: Evidence) -> Iterator[Verdict]:
                     number=number,
                     waiting=tuple(stuck),
                     seen=(
-                        _observed(stuck[0], one),
+                        observed(stuck[0], one),
                         Observation(f"rank {other} has completed {progress.completed}", progress.source),
                     ),
                 )
@@ -215,29 +215,6 @@ class Waits:
         return {rank for absent in self.absent.values() for rank in absent} - self.operations.keys()
 
 
-def cycle(evidence: Evidence) -> Iterator[Verdict]:
-    """Ranks wait for each other in several groups."""
-    waits = Waits(evidence)
-    circle = waits.cycle()
-    if len({group for _, group, _ in circle}) < 2:
-        return
-    parts = [f"rank {rank} waits in number {number} of group {group}" for rank, group, number in circle[:6]]
-    yield Verdict(
-        "cycle",
-        "counts",
-        f"a cycle: {', '.join(parts)}; each for the next",
-        waiting=tuple(sorted(waits.operations)),
-        group=circle[0][1],
-        number=circle[0][2],
-        operation=waits.operations[circle[0][0]].name,
-        call=next(iter(waits.operations[circle[0][0]].calls), None),
-        seen=tuple(_observed(rank, waits.operations[rank]) for rank, _, _ in circle[:8]),
-        others=(
-            "A rank that skips a collective of one group shows the same: compare what they execute before.",
-        ),
-    )
-
-
 def behind_a_stream(evidence: Evidence) -> Iterator[Verdict]:
     """A rank has issued a collective that all others have started, and has not started it: something is ahead
     of it on its GPU."""
@@ -269,7 +246,7 @@ def behind_a_stream(evidence: Evidence) -> Iterator[Verdict]:
                         operation=ranks[rank].name,
                         number=number,
                         call=next(iter(ranks[rank].calls), None),
-                        seen=(_observed(rank, ranks[rank]), _observed(rank, ahead[0])),
+                        seen=(observed(rank, ranks[rank]), observed(rank, ahead[0])),
                     )
                     return
 
@@ -302,7 +279,7 @@ def alike(evidence: Evidence) -> Iterator[Verdict]:
         operation=first.name,
         number=number,
         call=next(iter(first.calls), None),
-        seen=tuple(_observed(rank, ranks[rank]) for rank in sorted(ranks)[:8]),
+        seen=tuple(observed(rank, ranks[rank]) for rank in sorted(ranks)[:8]),
     )
 
 
@@ -323,9 +300,9 @@ def absent(evidence: Evidence) -> Iterator[Verdict]:
             operation=one.name,
             number=one.number,
             call=next(iter(one.calls), None),
-            seen=(_observed(rank, one),),
+            seen=(observed(rank, one),),
             others=("Late, stuck or on another path: the stacks of these ranks tell, taken twice.",),
         )
 
 
-RULES = (mismatch, desynchronized, cycle, behind_a_stream, alike, absent)
+RULES = (mismatch, desynchronized, behind_a_stream, alike, absent)

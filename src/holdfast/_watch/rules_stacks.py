@@ -1,97 +1,30 @@
-"""Rules whose evidence is where the code of each rank is.
-
-A stack of the host says where kernels are launched, not where the GPU is. So it decides only where the host
-itself is blocked, or is in no collective at all. The odd one out is a suspect: the lines of the function in
-which their ways part tell whether it is before the collective. A rank behind it may be in the round before.
-"""
+"""Rules whose evidence is where the code of each rank is (`positions`)."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from holdfast._watch.evidence import Call, Evidence, Rank, Stack
+from holdfast._watch.evidence import CUT_OFF, Evidence, Rank, Stack
+from holdfast._watch.positions import (
+    Position,
+    in_one_loop,
+    kind_of_leaving,
+    parting,
+    position_of,
+    position_of_rank,
+)
 from holdfast._watch.rules_counts import Waits
 from holdfast._watch.verdict import Observation, Verdict, listed
 
-_TORCH = re.compile(r"torch/(?:distributed|cuda|_tensor|csrc|_C)|^lib(?:cuda|cudart|nccl|torch)")
-_BLOCKED = re.compile(
-    r"^(?:synchronize|item|tolist|cpu|wait|barrier|monitored_barrier|_store_based_barrier|\w*_object(?:_list)?|"
-    r"(?:cu|cuda)\w*Synchronize)$"
-)
-_COLLECTIVE = re.compile(
-    r"all_?reduce|all_?gather|reduce_?scatter|broadcast|all_to_all|barrier|scatter|gather|^reduce$|^send|^recv|"
-    r"_sync_decision_cross_ranks"
-)
-_OPENING = re.compile(
-    r"^(?:init_process_group|new_group|_new_process_group_helper|_store_based_barrier|split_group)$"
-)
-_LOADER = re.compile(r"^(?:_next_data|_get_data|_try_get_data|_next_index)$|^_get_batch")
-_IDLE = re.compile(r"^(?:main_loop|<module>|_bootstrap\w*|run)$")
-_OURS = re.compile(
-    r"/torch/|^torch/|/ray/|^ray/|threading\.py|queue\.py|concurrent/|^lib\w*\.so|\.so(?:\.|$)"
-)
 _SAVE = re.compile(r"save|checkpoint|export|barrier", re.IGNORECASE)
-
-
 BUSY = 0.2
 """The part of the time in which a thread uses the CPU that waits for nothing."""
+POLLS = 0.05
+"""The part of the time that a loop uses the CPU which only looks for something, and sleeps."""
 MOVED = 1 << 16
 """Bytes that are more than signs of life."""
-
-
-class Position(NamedTuple):
-    """What a rank does, by its main thread."""
-
-    stack: Stack
-    does: str
-    """`waits`, `opens`, `loads`, `idles` or `works`."""
-
-    @property
-    def call(self) -> Call:
-        """The innermost call of the program's own code."""
-        calls = self.stack.calls
-        return next((call for call in calls if not _OURS.search(call.file)), calls[0])
-
-
-def position_of(stack: Stack) -> Position:
-    """Return what a thread does."""
-    inner = [call for call in stack.calls[:8] if _TORCH.search(call.file)]
-    if any(_OPENING.match(call.function) for call in stack.calls[:6] if "distributed" in call.file):
-        return Position(stack, "opens")
-    if any(_LOADER.match(call.function) for call in stack.calls):
-        return Position(stack, "loads")
-    in_collective = any(
-        "distributed" in call.file and _COLLECTIVE.search(call.function) for call in inner[:3]
-    )
-    # A function of torch that calls back into Python, such as a plan of a save, is work, and no wait.
-    innermost = stack.calls[0]
-    blocked = bool(_TORCH.search(innermost.file)) and (
-        _BLOCKED.match(innermost.function) is not None
-        or ("distributed" in innermost.file and _COLLECTIVE.search(innermost.function) is not None)
-    )
-    helper = len(stack.calls) > 1 and innermost.function == "wrapper" and in_collective
-    if blocked or helper:
-        return Position(stack, "waits")
-    return Position(stack, "idles" if _IDLE.match(innermost.function) else "works")
-
-
-def position_of_rank(rank: Rank) -> Position:
-    """Return what a rank does: its main thread or, if that does nothing, a thread that works for it."""
-    positions = [position_of(stack) for stack in rank.stacks]
-    busy = [one for one in positions if one.does in ("waits", "opens")]
-    return busy[0] if positions[0].does == "idles" and busy else positions[0]
-
-
-def parting(one: Stack, other: Stack) -> tuple[Call, Call] | None:
-    """Return the calls at which two stacks part: the same function, at different lines, or None."""
-    for mine, theirs in zip(reversed(one.calls), reversed(other.calls), strict=False):
-        if mine != theirs:
-            same = (mine.function, mine.file) == (theirs.function, theirs.file)
-            return (mine, theirs) if same and mine.line and theirs.line else None
-    return None
 
 
 def by_stacks(evidence: Evidence) -> Iterator[Verdict]:
@@ -176,15 +109,28 @@ def _said(stack: Stack) -> str:
 
 def _judge(rank: Rank, one: Position, waiter: Position) -> tuple[str, str, str]:
     """Return the class, the basis, and what a rank does that is not where the others wait."""
-    ways = parting(one.stack, waiter.stack)
+    parted = parting(one.stack, waiter.stack)
+    relation = parted.relation() if parted is not None else ""
+    later = rank.later[0] if rank.later else None
     if one.does == "idles" and len(one.stack.calls) < len(waiter.stack.calls):
         return "branch", "stacks", "has left the call, and does nothing"
-    if not rank.later or ways is None:
+    if one.does == "exits":
+        still = later is not None and later.calls == one.stack.calls
+        return "lifecycle", "stacks" if still else "absence", "has come to its end, and does not exit"
+    if parted is not None and relation == "outside":
+        return *kind_of_leaving(parted), "has left the loop in which the others are"
+    if relation == "past":
+        return "branch", "stacks", "has taken a way that does not come to the collective"
+    if later is None or parted is None:
         return "late", "absence", "elsewhere"
-    if rank.later[0].calls != one.stack.calls:
-        if (ways[0].line or 0) > (ways[1].line or 0):
+    if later.calls != one.stack.calls:
+        if relation == "behind":
             # Of this round, and then it has left the collective out, or still of the round before?
             return "branch", "absence", "at work behind the collective, or in the round before it"
+        if _polls(rank, one.stack, later):
+            return "stuck", "stacks", "looks for something again and again, and does nothing else"
+        if _is_tight(one.stack, later):
+            return "late", "absence", "runs in one small loop, perhaps for ever"
         return "late", "stacks", "at work before the collective, and moves"
     if rank.busy is not None and rank.busy > BUSY:
         # Perhaps a long loop of one line, perhaps one that waits for ever.
@@ -194,6 +140,18 @@ def _judge(rank: Rank, one: Position, waiter: Position) -> tuple[str, str, str]:
     if one.does == "loads":
         return "data", "stacks", "waits for its loader"
     return "stuck", "stacks", "stands still"
+
+
+def _polls(rank: Rank, stack: Stack, later: Stack) -> bool:
+    """Return whether a rank moves in one loop only, without work: it waits as one that stands still."""
+    idle = rank.busy is not None and rank.busy <= POLLS and rank.moved <= MOVED
+    return idle and in_one_loop(stack, later) is not None
+
+
+def _is_tight(stack: Stack, later: Stack) -> bool:
+    """Return whether a rank was seen in a loop that calls nothing."""
+    moves = in_one_loop(stack, later)
+    return moves is not None and (moves.mine, moves.theirs) == (stack.calls[0], later.calls[0])
 
 
 def _all_wait(positions: dict[int, Position]) -> Iterator[Verdict]:
@@ -228,15 +186,15 @@ def _all_wait(positions: dict[int, Position]) -> Iterator[Verdict]:
         return
     first, second = sorted(sets.values(), key=len)
     one, other = positions[first[0]], positions[second[0]]
-    ways = parting(one.stack, other.stack)
-    if ways is not None:
+    parted = parting(one.stack, other.stack)
+    if parted is not None:
         yield Verdict(
             "branch",
             "stacks",
-            f"in {ways[0].function}, {listed(first)} took the way to {one.call}, and {listed(second)} to "
+            f"in {parted.mine.function}, {listed(first)} took the way to {one.call}, and {listed(second)} to "
             f"{other.call}",
             waiting=tuple(sorted(positions)),
-            call=ways[0],
+            call=parted.mine,
             seen=tuple(
                 Observation(f"rank {rank}: {positions[rank].call}", positions[rank].stack.source)
                 for rank in (first[0], second[0])
@@ -249,11 +207,12 @@ def _all_wait(positions: dict[int, Position]) -> Iterator[Verdict]:
 
 def held(evidence: Evidence) -> Iterator[Verdict]:
     """The kernel shows that a rank can't go on."""
-    ranks = {rank.rank: rank.state for rank in evidence.ranks.values() if rank.state}
-    if ranks:
+    states = {rank.rank: rank.state for rank in evidence.ranks.values() if rank.state}
+    for state in sorted(set(states.values())):
+        ranks = {rank: other for rank, other in states.items() if other == state}
         one = evidence.ranks[min(ranks)]
         yield Verdict(
-            "stuck",
+            "unreachable" if one.state == CUT_OFF else "stuck",
             "order",
             f"{listed(set(ranks))}: {one.state}",
             tuple(sorted(ranks)),

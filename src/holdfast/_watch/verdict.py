@@ -64,6 +64,12 @@ CLASSES = {
         "",
         "https://github.com/marin-community/marin/issues/8534",
     ),
+    "unreachable": HangClass(
+        "the host of a rank does not answer any more: it is down, or cut off",
+        "Look at that host and its network.",
+        "",
+        "https://github.com/sgl-project/sglang/issues/3099",
+    ),
     "data": HangClass(
         "ranks have different numbers of batches",
         "Give all ranks the same number: drop_last, join(), or stop together.",

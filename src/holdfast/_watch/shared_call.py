@@ -1,0 +1,171 @@
+"""Calls that are asked for, or made together, in a folder: `holdfast doctor --all`, and jobs that share one.
+
+A new folder under `roll-calls` that has no file `job-<k>` of this job is a call to answer. The first job to
+come writes `job-0`, the next `job-1`, and so on, exclusively; the ranks of a job follow those of the jobs
+before it. So a trainer and an engine with two message stores make one call.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from holdfast._watch.evidence import Rank
+
+ROLL_CALLS = "roll-calls"
+"""The folder of a run that has the files of its roll calls."""
+ASKED = "asked"
+YOUNG = 30.0
+"""Seconds in which a call in the folder is answered."""
+JOBS = 16
+RANKS = 100_000
+"""Ranks of a job, at most: a larger number in a file is damage."""
+_OWN = re.compile(r"^(?:\d+|[0-9a-f]{40})(?::|/|$)|^holdfast ")
+"""Names that torch gives groups, a count or a digest, and that Holdfast gives its calls. Other jobs have the
+same."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """`job-<k>`: one job of a call."""
+
+    job: str
+    world_size: int
+    program: str
+    number: int = 0
+    first: int = 0
+    """The number of its rank 0 in the call."""
+
+    def said(self) -> str:
+        """Say which ranks are its own."""
+        last = self.first + self.world_size - 1
+        program = "".join(filter(str.isprintable, self.program))[:80]
+        return f"ranks {self.first}-{last} are ranks 0-{self.world_size - 1} of {program}"
+
+    def rank(self, rank: Rank) -> Rank:
+        """Return what is known of a rank under its number in the call."""
+        if not self.number:
+            return rank
+        change = msgspec.structs.replace
+        return change(
+            rank,
+            rank=rank.rank + self.first,
+            operations=tuple(change(one, group=self.group(one.group)) for one in rank.operations),
+            progress=tuple(change(one, group=self.group(one.group)) for one in rank.progress),
+        )
+
+    def group(self, name: str) -> str:
+        """Return the name of a group in the call: jobs have groups of one name that are not the same."""
+        return f"job {self.number} {name}" if self.number and is_own(name) else name
+
+    def members(self, members: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the members of groups of this job only, under their numbers in the call."""
+        return {
+            self.group(name): tuple(rank + self.first for rank in ranks)
+            for name, ranks in members.items()
+            if is_own(name)
+        }
+
+
+def is_own(group: str) -> bool:
+    """Return whether the program has not named a group, so that all of its ranks are of one job."""
+    return _OWN.match(group) is not None
+
+
+def ask_for_call(folder: str, why: str) -> str:
+    """Ask the jobs that have this folder (HOLDFAST_ROLL_CALLS) for a call; return the folder of the call."""
+    path = os.path.join(folder, ROLL_CALLS, f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-asked")
+    os.makedirs(path, exist_ok=True)
+    with open(os.path.join(path, ASKED), "wb") as file:
+        file.write(msgspec.json.encode(why))
+    return path
+
+
+def waiting_call(folder: str, job: str) -> tuple[str, str] | None:
+    """Return the name of the newest call that this job has no part in yet, and why it was made."""
+    try:
+        name = max(os.listdir(os.path.join(folder, ROLL_CALLS)), default="")
+        path = os.path.join(folder, ROLL_CALLS, name)
+        if not name or time.time() - os.stat(path).st_mtime > YOUNG:
+            return None
+        known = parts(path)
+        if any(part.job == job for part in known):
+            return None
+        if known:
+            return name, "another job that shares its folder has called"
+        with open(os.path.join(path, ASKED), "rb") as file:
+            return name, msgspec.json.decode(file.read(4096), type=str)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def parts(path: str) -> list[Part]:
+    """Return the jobs that have a part in a call so far."""
+    found: list[Part] = []
+    for number in range(JOBS):
+        try:
+            with open(os.path.join(path, f"job-{number}"), "rb") as file:
+                part = msgspec.json.decode(file.read(4096), type=Part)
+        except (OSError, msgspec.DecodeError):
+            break
+        if not (0 < part.world_size <= RANKS and part.first == sum(one.world_size for one in found)):
+            break
+        found.append(part)
+    return found
+
+
+def take_part(path: str, job: str, world_size: int) -> Part | None:
+    """Note that this job has a part in a call; None if there is no place left."""
+    os.makedirs(path, exist_ok=True)
+    program = f"{os.path.basename(sys.argv[0])} (pid {os.getpid()})"
+    for number in range(JOBS):
+        known = parts(path)[:number]
+        part = Part(job, world_size, program, number, sum(one.world_size for one in known))
+        try:
+            mine = os.path.join(path, f".job-{os.getpid()}.part")
+            with open(mine, "wb") as file:
+                file.write(msgspec.json.encode(part))
+            # A link is there with all of its bytes, or not at all.
+            os.link(mine, os.path.join(path, f"job-{number}"))
+            return part
+        except FileExistsError:
+            continue
+        finally:
+            os.unlink(mine)
+    return None
+
+
+def read_answers(path: str, jobs: Iterable[Part]) -> tuple[dict[str, Any], bool]:
+    """Return what ranks of jobs have written by now, by the names of their files, and whether each of them
+    has answered twice."""
+    found: dict[str, Any] = {}
+    whole = True
+    for job in jobs:
+        for rank in range(job.first, job.first + job.world_size):
+            name = f"rank-{rank}.json"
+            try:
+                with open(os.path.join(path, name), "rb") as file:
+                    found[name] = msgspec.json.decode(file.read())
+                whole = whole and bool(
+                    found[name]["roll_call"]["later"] or found[name]["roll_call"]["endings"]
+                )
+            except (OSError, msgspec.DecodeError, LookupError, TypeError):
+                whole = False
+    return found, whole
+
+
+def wait_for_answers(path: str, seconds: float) -> bool:
+    """Wait until all ranks of the jobs that take part in a call have answered twice; return whether any has
+    answered by then."""
+    ends = time.monotonic() + seconds
+    while True:
+        jobs = parts(path)
+        found, whole = read_answers(path, jobs)
+        if (jobs and whole) or time.monotonic() > ends:
+            return bool(found)
+        time.sleep(0.2)

@@ -1,0 +1,63 @@
+"""What the roll call says of injected faults over eight real ranks: see `faults`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import reason_not
+from tests.watch.faults import FAULTS, HEALTHY, RANKS, SILENT, Fault, run, table
+
+BY_NAME = {fault.job: fault for fault in FAULTS}
+
+
+def injected(fault: Fault) -> Fault:
+    if fault.network and (why := reason_not()):
+        pytest.skip(why)
+    return fault
+
+
+def test_a_late_rank_is_told_and_comes(tmp_path: Path) -> None:
+    """Once, on one rank, before the timeout; the job goes on, and that is told, too."""
+    found = run(BY_NAME["late"], tmp_path)
+    verdict = found.verdict
+    assert verdict is not None, found.told
+    assert (verdict.kind, verdict.ranks, verdict.waiting) == ("late", (3,), (0, 1, 2, 4, 5, 6, 7))
+    assert (verdict.group, verdict.operation) == ("1:train", "all_reduce")
+    assert verdict.call is not None
+    calls = [text for text in found.told if text.startswith("Roll call of 8 of 8 ranks")]
+    assert len(calls) == 1
+    assert "late (80%, by stacks): rank 3:" in calls[0]
+    assert sum("is over, after" in text for text in found.told) == 1
+    assert len(list(tmp_path.glob("done-*"))) == RANKS
+    (folder,) = (tmp_path / "roll-calls").iterdir()
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    assert names == ["job-0", *(f"rank-{rank}.json" for rank in range(RANKS))]
+
+
+@pytest.mark.parametrize("name", ["in_another_order", "leaves_one_out"])
+def test_some_faults_are_named(name: str, tmp_path: Path) -> None:
+    found = run(BY_NAME[name], tmp_path)
+    assert found.is_right, (found.told, found.possible)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.job for fault in FAULTS])
+def test_no_fault_is_judged_wrongly(fault: Fault, tmp_path: Path) -> None:
+    """Silent is allowed for those that docs/diagnose.md lists so."""
+    found = run(injected(fault), tmp_path)
+    print(table([found]))
+    assert found.judged == ("silent" if fault.job in SILENT else "right"), (found.told, found.possible)
+    assert sum(text.startswith("Roll call of") for text in found.told) == 1
+    if fault.asked:
+        assert "verdict:   stuck" in (tmp_path / "doctor").read_text()
+
+
+@pytest.mark.soak
+def test_a_healthy_job_is_not_called(tmp_path: Path) -> None:
+    found = run(HEALTHY, tmp_path)
+    assert found.told == []
+    assert len(list(tmp_path.glob("done-*"))) == RANKS
+    assert not (tmp_path / "roll-calls").exists()
