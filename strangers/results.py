@@ -47,7 +47,9 @@ class Row(NamedTuple):
         return cls(
             project.name,
             suite,
-            f"{project.package} {version(project.package)}" if project.package else project.tag,
+            f"{project.package} {version(project.package)}"
+            if project.package
+            else f"{project.name} {project.tag}",
             _commit(copies / project.name),
             datetime.now(UTC).date().isoformat(),
             len(passed),
