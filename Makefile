@@ -50,8 +50,8 @@ drill: $(VENV)/.ready  ## the reports replayed, stock and with install() alone: 
 	$(BIN)/python -m drill --json drill/results/drill.json --page docs/drill.md --front README.md
 	$(BIN)/python -m drill.picture
 
-strangers: $(VENV)/.strangers  ## PyTorch's own tests of checkpoints, on stock and on holdfast.dcp: PYTORCH=a/copy/of/pytorch
-	$(BIN)/python -m strangers $(if $(PYTORCH),--pytorch "$(PYTORCH)")
+strangers: $(VENV)/.strangers  ## other projects' own tests of checkpoints, on stock and on Holdfast: COPIES=a/folder/of/their/copies
+	$(BIN)/python -m strangers $(if $(COPIES),--copies "$(COPIES)") --json strangers/results.json --page docs/users.md
 
 check: lint  ## for the one who edits: lint, and the tests of the packages that need no second process
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not soak and not gpu" $(QUICK)

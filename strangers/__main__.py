@@ -1,4 +1,4 @@
-"""python -m strangers [--pytorch FOLDER] [--suite FILE ...]
+"""python -m strangers --copies FOLDER [--project NAME ...] [--suite TEST ...]
 
 Exits 1 if the differences between stock and Holdfast are not those of expected.toml.
 """
@@ -9,81 +9,79 @@ import argparse
 import os
 import sys
 import tempfile
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from strangers.run import Ended, run_suite
-from strangers.switch import FOLDER, callers, copy_tests
+from strangers.projects import Project, copy_project, read_projects
+from strangers.results import Row, keep_rows, read_reasons, write_page
+from strangers.run import Ended, run_tests
 
-SUITES = (
-    "test_checkpoint.py",
-    "test_file_system_checkpoint.py",
-    "test_file_system_checkpoint_cpu.py",
-    "test_tp_checkpoint.py",
-    "test_dtensor_checkpoint.py",
-    "test_dtensor_resharding.py",
-    "test_hsdp_checkpoint.py",
-    "test_save_load_api.py",
-    "test_nested_dict.py",
-    "test_state_dict.py",
-    "test_fsdp_model_state.py",
-    "test_fsdp_optim_state.py",
-    "test_hf_storage.py",
-    "test_hf_safetensor_e2e.py",
-    "test_planner.py",
-    "test_format_utils.py",
-    "test_compatibility.py",
-    "e2e/test_e2e_save_and_load.py",
-)
-VARIABLE = "PYTORCH"
-HOW = f"""\
-Give a copy of PyTorch of the installed release by --pytorch or {VARIABLE}; for example:
-  git clone --depth 1 --filter=blob:none --sparse --branch v2.13.0 https://github.com/pytorch/pytorch
-  git -C pytorch sparse-checkout set {FOLDER}"""
+_HERE = Path(__file__).parent
+VARIABLE = "COPIES"
 Results = dict[str, Ended]
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the suites on both sides, print the table, compare; return the exit status."""
+    """Run the tests on both sides, print the table, compare; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m strangers",
-        description="PyTorch's tests of its checkpoints, on stock and on Holdfast.",
+        description="Other projects' tests of their checkpoints, on stock and on Holdfast.",
     )
     parser.add_argument(
-        "--pytorch", type=Path, default=os.environ.get(VARIABLE), help=f"a copy of PyTorch (${VARIABLE})"
+        "--copies",
+        type=Path,
+        default=os.environ.get(VARIABLE),
+        help=f"a folder with a copy of each project (${VARIABLE})",
     )
-    parser.add_argument("--suite", nargs="+", metavar="FILE", help=", ".join(SUITES))
-    parser.add_argument("--expected", type=Path, default=Path(__file__).with_name("expected.toml"))
+    parser.add_argument("--project", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--suite", nargs="+", metavar="TEST", help="only these of the project's tests")
+    parser.add_argument(
+        "--projects", type=Path, default=_HERE / "projects.toml", help="the table of projects"
+    )
+    parser.add_argument(
+        "--expected", type=Path, default=_HERE / "expected.toml", help="differences, with reasons"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into it")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the table of --json into this page")
     args = parser.parse_args(words)
-    folder = Path(args.pytorch or "")
-    if args.pytorch is None or not (folder / FOLDER).is_dir():
-        print(f"{args.pytorch or 'No folder was given; it'} has no {FOLDER}. {HOW}", file=sys.stderr)
+    copies = Path(args.copies or "copies")
+    projects = [one for one in read_projects(args.projects) if not args.project or one.name in args.project]
+    for project in projects:
+        if not project.is_in(copies):
+            print(f"{project.name}: not in {copies}. To get it: {project.how_to_get}", file=sys.stderr)
+    projects = [project for project in projects if project.is_in(copies)]
+    if not projects:
+        print(f"Nothing to run: give the folder of copies by --copies or {VARIABLE}.", file=sys.stderr)
         return 2
-    suites = tuple(args.suite or SUITES)
-    missing = [name for name in suites if not (folder / FOLDER / name).is_file()]
-    if missing and args.suite:
-        parser.error(f"{', '.join(missing)} is not in {folder / FOLDER}")
-    for name in missing:
-        print(f"{name}: not in this copy of PyTorch")
-    suites = tuple(name for name in suites if name not in missing)
-    reasons = {one["test"]: one["reason"] for one in tomllib.loads(args.expected.read_text())["difference"]}
-    stock, ours, counted = Results(), Results(), set[str]()
+    reasons = read_reasons(args.expected)
+    stock, ours = Results(), Results()
+    print(HEAD)
+    for project in projects:
+        for suite, one, other in compare(project, copies, args.suite or project.tests):
+            print(line_of(f"{project.name}/{suite}", one, other, reasons), flush=True)
+            stock, ours = stock | one, ours | other
+            if args.json:  # after each file: a run may take hours
+                keep_rows(args.json, [Row.of(project, copies, suite, one, other)])
+    if args.json and args.page:
+        write_page(args.page, args.json, reasons)
+    return conclude(stock, ours, reasons)
+
+
+def compare(
+    project: Project, copies: Path, suites: tuple[str, ...]
+) -> Iterator[tuple[str, Results, Results]]:
+    """Run a project's tests on stock, and those that pass on Holdfast, too: file by file."""
     with tempfile.TemporaryDirectory() as work:
-        sides = {side: Path(work, side) for side in ("stock", "ours")}
-        for side, into in sides.items():
-            copy_tests(folder, suites, into, ours=side == "ours")
-        print(HEAD)
+        trees = {side: Path(work, side) for side in ("stock", "ours")}
+        for side, tree in trees.items():
+            copy_project(project, copies, tree, ours=side == "ours")
         for suite in suites:
-            found = run_suite(sides["stock"], suite)
-            stock |= found
-            ours |= run_suite(sides["ours"], suite, [test for test in found if found[test].how == "passed"])
-            calling = callers(folder / FOLDER / suite)
-            counted |= {
-                test for test in stock if any(test.split("::")[2].startswith(name) for name in calling)
-            }
-            print(row(suite, stock, ours, counted, reasons), flush=True)
-    return conclude(stock, ours, counted, reasons)
+            if not (copies / project.name / project.root / suite.partition("::")[0]).exists():
+                print(f"{project.name}/{suite}: not in this copy")
+                continue
+            stock = run_tests(project, trees["stock"], suite, ours=False)
+            passed = [test for test, end in stock.items() if end.how == "passed"]
+            yield suite, stock, run_tests(project, trees["ours"], suite, ours=True, only=passed)
 
 
 def differences(stock: Results, ours: Results) -> dict[str, str]:
@@ -93,35 +91,33 @@ def differences(stock: Results, ours: Results) -> dict[str, str]:
     return {test: end.why for test, end in ends.items() if end.how != "passed"}
 
 
-def row(suite: str, stock: Results, ours: Results, counted: set[str], reasons: Mapping[str, str]) -> str:
-    """Return a suite's line of the table, and its differences."""
-    mine = {test: end for test, end in stock.items() if test.startswith(f"{suite}::")}
-    passed = {test for test, end in mine.items() if end.how == "passed"}
-    differ = differences(mine, ours)
-    most = counted & passed
-    here = f"{len(passed):5} {len(passed) - len(differ):5} {len(most):9} {len(most - differ.keys()):5}"
-    lines = [f"{suite:38} {here} {len(mine) - len(passed):8}"]
+HEAD = f"{'':70} stock  ours  by Holdfast  not here"
+
+
+def line_of(suite: str, stock: Results, ours: Results, reasons: Mapping[str, str]) -> str:
+    """Return a file's line of the table, and its differences."""
+    passed = [test for test, end in stock.items() if end.how == "passed"]
+    differ = differences(stock, ours)
+    reached = sum(ours[test].by_holdfast for test in passed if test not in differ)
+    figures = f"{len(passed):5} {len(passed) - len(differ):5} {reached:12} {len(stock) - len(passed):9}"
+    lines = [f"{suite[-70:]:70} {figures}"]
     for test, why in differ.items():
-        lines.append(f"    {test.partition('::')[2]}: {reasons.get(test, f'NOT EXPECTED: {why}')}")
+        lines.append(f"    {test}: {reasons.get(test, f'NOT EXPECTED: {why}')}")
     return "\n".join(lines)
 
 
-HEAD = f"{'':38} {'all':>11} {'to a checkpoint':>15} {'not here':>8}\n{'':38} stock  ours     stock  ours"
-
-
-def conclude(stock: Results, ours: Results, counted: set[str], reasons: Mapping[str, str]) -> int:
+def conclude(stock: Results, ours: Results, reasons: Mapping[str, str]) -> int:
     """Print the sums and what is not as expected; return the exit status."""
     differ = differences(stock, ours)
     passed = {test for test, end in stock.items() if end.how == "passed"}
     if not passed:
         print(f"Stock passes no test here: {'; '.join({end.why for end in stock.values()})}")
         return 1
-    most = counted & passed
-    print(f"\nOf {len(passed)} tests that stock passes, {len(passed) - len(differ)} pass on holdfast.dcp;")
-    share = len(most - differ.keys()) / max(len(most), 1)
-    print(
-        f"of the {len(most)} among them that go to a checkpoint, {len(most - differ.keys())} ({share:.0%})."
-    )
+    here = passed - differ.keys()
+    reached = sum(ours[test].by_holdfast for test in here)
+    share = f"{len(here)} ({len(here) / len(passed):.0%})"
+    print(f"\nOf {len(passed)} tests that stock passes, {share} pass on Holdfast;")
+    print(f"in {reached} of these, Holdfast saved or loaded.")
     stale = [test for test in reasons if test in passed and test not in differ]
     for test, why in differ.items():
         if test not in reasons:

@@ -1,68 +1,119 @@
-"""Run test files with pytest, each in a process of its own, and read how each test ended."""
+"""Run a project's tests with pytest, each file in a process of its own, and read how each test ended."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
-from xml.etree import ElementTree
+
+from strangers.plugin import reason
+from strangers.projects import SWITCH, Project
 
 ONE_TEST, ONE_FILE = 300, 1800
 """Seconds that a test, and a file of tests, may take."""
+_HERE = Path(__file__).parent
+_WORST = ("passed", "skipped", "began", "failed")
 
 
 class Ended(NamedTuple):
-    """How a test ended: passed, failed or skipped; and the last line of why."""
+    """How a test ended: passed, failed or skipped; why; and whether Holdfast saved or loaded in it."""
 
     how: str
     why: str = ""
+    by_holdfast: bool = False
 
 
-def run_suite(
-    folder: Path, suite: str, only: Collection[str] | None = None, limit: float = ONE_FILE
+def run_tests(
+    project: Project,
+    tree: Path,
+    suite: str,
+    *,
+    ours: bool,
+    only: Collection[str] | None = None,
+    limit: float = ONE_FILE,
 ) -> dict[str, Ended]:
-    """Run a test file; return how each of its tests ended, by its name (`suite::Class::test`).
+    """Run a file of tests, or one test; return how each ended, by its name (`project/file::Class::test`).
 
-    only: names of the tests to run; None: all. limit: seconds for all of them.
+    tree: a copy of the project. only: names of the tests to run; None: all. limit: seconds for all of them.
     """
     if only is not None and not only:
         return {}
-    report = folder / f"{Path(suite).stem}.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(folder)]
-    command += ["-p", "no:cacheprovider", f"--timeout={ONE_TEST}", f"--junitxml={report}", *(only or [suite])]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    with (
-        (folder / f"{Path(suite).stem}.log").open("wb") as log,
-        subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        ) as process,
-    ):
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-    if not report.exists():
-        return {f"{suite}::pytest::finished": Ended("failed", f"pytest did not finish: {log.name}")}
+    with tempfile.TemporaryDirectory() as told:
+        names = Path(told, "names")
+        names.write_text("\n".join(name.removeprefix(f"{project.name}/") for name in only or [suite]))
+        command = [*_start(project, ours=ours), "-q", "-c", os.devnull, "--rootdir", "."]
+        command += ["-p", "no:cacheprovider", "-p", "strangers.plugin", f"--timeout={ONE_TEST}", f"@{names}"]
+        with (
+            (tree / "log").open("ab") as log,
+            subprocess.Popen(
+                command,
+                cwd=tree / project.root,
+                env=_environment(project, tree, told),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            ) as process,
+        ):
+            try:
+                process.wait(limit)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+        found = _read(project, Path(told))
+    why = reason((tree / "log").read_text(errors="replace"))
+    return found or {f"{project.name}/{suite}": Ended("failed", f"pytest ran no test: {why}")}
+
+
+def _start(project: Project, *, ours: bool) -> list[str]:
+    torchrun = ["torch.distributed.run", f"--nproc-per-node={project.ranks}", "-m"]
+    program = [sys.executable, "-m", *(torchrun if project.ranks > 1 else ()), "pytest"]
+    return (
+        [sys.executable, "-m", "holdfast", "run", "--", *program]
+        if ours and project.line != SWITCH
+        else program
+    )
+
+
+def _environment(project: Project, tree: Path, told: str) -> dict[str, str]:
+    # The project's folder before ours: both may have a package `tests`.
+    path = [_HERE / "preload", tree / project.root, _HERE.parent, os.environ.get("PYTHONPATH", "")]
     return {
-        name: end for case in ElementTree.parse(report).iter("testcase") for name, end in [_read(suite, case)]
+        **os.environ,
+        **(project.environment or {}),
+        "PYTHONPATH": os.pathsep.join(str(part) for part in path if part),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "STRANGERS_GPUS": str(project.gpus),
+        "STRANGERS_FOLDER": told,
     }
 
 
-def _read(suite: str, case: ElementTree.Element) -> tuple[str, Ended]:
-    name = "::".join([suite, case.get("classname", "").rpartition(".")[2], case.get("name", "")])
-    for tag, how in (("skipped", "skipped"), ("failure", "failed"), ("error", "failed")):
-        found = case.find(tag)
-        if found is not None:
-            return name, Ended(how, _reason(found))
-    return name, Ended("passed")
+def _read(project: Project, told: Path) -> dict[str, Ended]:
+    """Return how the tests ended: on several ranks, as on the worst."""
+    moments = [float(line) for file in told.glob("*.moments") for line in file.read_text().split()]
+    ends = defaultdict[str, list[Ended]](list)
+    for file in told.glob("*.ends"):
+        of_process = defaultdict[str, list[dict[str, str | float]]](list)
+        for line in file.read_text().splitlines():
+            one = json.loads(line)
+            of_process[one["test"]].append(one)
+        for test, lines in of_process.items():
+            last = max(lines[1:] or lines, key=lambda line: _WORST.index(str(line["how"])))
+            first, end = float(lines[0]["at"]), float(lines[-1]["at"])
+            ours = any(first <= at <= end for at in moments)
+            ends[f"{project.name}/{test}"].append(Ended(str(last["how"]), str(last["why"]), ours))
+    return {
+        test: _known(max(ranks, key=lambda end: _WORST.index(end.how)), any(end.by_holdfast for end in ranks))
+        for test, ranks in ends.items()
+    }
 
 
-def _reason(found: ElementTree.Element) -> str:
-    """Return the line that says what went wrong: of a rank's error, if ranks were processes."""
-    text = f"{found.get('message', '')}\n{found.text or ''}".replace("\\n", "\n")
-    lines = [line.strip().removeprefix("E ").strip() for line in text.splitlines()]
-    errors = [line for line in lines if line.split(":")[0].split(".")[-1].endswith(("Error", "Exception"))]
-    return (errors[-1] if errors else next((line for line in lines if line), ""))[:300]
+def _known(end: Ended, by_holdfast: bool) -> Ended:
+    if end.how == "began":
+        return Ended("failed", "its process ended in it", by_holdfast)
+    return end._replace(by_holdfast=by_holdfast)

@@ -1,24 +1,29 @@
-"""The gate of other projects' tests: what it switches, what it counts, and when it fails."""
+"""The gate of other projects' tests: what it puts under them, what it counts, and when it fails."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from strangers.__main__ import SUITES, conclude, main, row
+from strangers.__main__ import conclude, line_of, main
+from strangers.projects import SWITCH, Project, copy_project, read_projects
+from strangers.results import Row, keep_rows, of_projects, read_reasons, read_rows, table, write_page
 from strangers.run import Ended
-from strangers.switch import FOLDER, callers, copy_tests
 
-SUITE = "test_checkpoint.py"
+STRANGERS = Path(__file__).parents[1] / "strangers"
+SUITE = "test_it.py"
+DIFFERS = f"they/{SUITE}::Test::test_torchs_own"
 TESTS = """
+import os
+
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict_saver as saver
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import async_save
-
 
 
 def skip_if_lt_x_gpu(count, allow_cpu=False):
@@ -28,37 +33,76 @@ def skip_if_lt_x_gpu(count, allow_cpu=False):
 class Test:
     @skip_if_lt_x_gpu(2)
     def test_both(self):
-        state = {"w": torch.zeros(2)}
-        dcp.load(state, checkpoint_id=self.saved())
-
-    def saved(self):
         dcp.save({"w": torch.ones(2)}, checkpoint_id="it")
-        return "it"
+        dcp.load({"w": torch.zeros(2)}, checkpoint_id="it")
 
     def test_torchs_own(self):
         dcp.save({"w": torch.ones(2)}, checkpoint_id="mine")
         assert torch.load("mine/__0_0.distcp").tolist() == [1, 1]
 
     def test_nothing(self):
-        assert FileSystemReader and get_state_dict and saver
+        assert FileSystemReader and get_state_dict and saver and async_save
 
     def test_neither(self):
         raise ValueError("a reason")
 """
-DIFFERS = f"{SUITE}::Test::test_torchs_own"
+INSTALLED = """
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def test_a_gpu_is_the_cpu_and_each_rank_is_asked(tmp_path):
+    assert torch.cuda.device_count() == 2 and torch.ones(2, device="cuda").cuda().to("cuda:1").device.type == "cpu"
+    dist.init_process_group("nccl")
+    total = torch.ones(1, device=torch.cuda.current_device())
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    assert total.item() == 2
+
+
+def test_one_rank_fails():
+    assert os.environ["RANK"] == "0"
+
+
+def test_it_is_stock():
+    assert "holdfast" not in sys.modules
+
+
+def test_a_process_ends():
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+"""
 
 
 @pytest.fixture
-def pytorch(tmp_path: Path) -> Path:
-    (tmp_path / "pytorch" / FOLDER).mkdir(parents=True)
-    (tmp_path / "pytorch" / FOLDER / SUITE).write_text(TESTS)
-    return tmp_path / "pytorch"
+def copies(tmp_path: Path) -> Path:
+    for name, text in (("they", TESTS), ("others", INSTALLED)):
+        (tmp_path / "copies" / name / "tests").mkdir(parents=True)
+        (tmp_path / "copies" / name / "tests" / SUITE).write_text(text)
+    return tmp_path / "copies"
 
 
-def test_only_the_imports_are_switched(pytorch: Path, tmp_path: Path) -> None:
+def words_for(tmp_path: Path, copies: Path, difference: str, **of_project: object) -> list[str]:
+    """Return the command line for one project that tmp_path describes."""
+    about = {"name": "they", "source": "https://example.org/they", "tag": "v1", "folders": ["tests"]}
+    about |= {"root": "tests", "line": SWITCH, "tests": [SUITE], **of_project}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in about.items()]
+    (tmp_path / "projects.toml").write_text("[[project]]\n" + "\n".join(lines))
+    (tmp_path / "expected.toml").write_text(difference)
+    files = ["--projects", str(tmp_path / "projects.toml"), "--expected", str(tmp_path / "expected.toml")]
+    return ["--copies", str(copies), *files]
+
+
+def test_only_the_imports_are_switched(copies: Path, tmp_path: Path) -> None:
+    project = Project("they", "", "", ("tests",), "tests", SWITCH, (SUITE,))
     for ours in (False, True):
-        copy_tests(pytorch, (SUITE,), tmp_path / str(ours), ours=ours)
-    stock, switched = ((tmp_path / side / SUITE).read_text().splitlines() for side in ("False", "True"))
+        copy_project(project, copies, tmp_path / str(ours), ours=ours)
+    stock, switched = (
+        (tmp_path / side / "tests" / SUITE).read_text().splitlines() for side in ("False", "True")
+    )
     assert [(a, b) for a, b in zip(stock, switched, strict=True) if a != b] == [
         ("import torch.distributed.checkpoint as dcp", "import holdfast.dcp as dcp"),
         ("import torch.distributed.checkpoint.state_dict_saver as saver", "import holdfast.dcp as saver"),
@@ -74,53 +118,77 @@ def test_only_the_imports_are_switched(pytorch: Path, tmp_path: Path) -> None:
     assert "    @skip_if_lt_x_gpu(2, allow_cpu=True)" in stock
 
 
-def test_what_goes_to_a_checkpoint_is_found_through_helpers(pytorch: Path) -> None:
-    assert callers(pytorch / FOLDER / SUITE) == {"test_both", "saved", "test_torchs_own"}
-
-
 def test_both_sides_run_and_a_difference_needs_a_reason(
-    pytorch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    copies: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = tmp_path / "expected.toml"
-    expected.write_text("difference = []")
-    words = ["--pytorch", str(pytorch), "--suite", SUITE, "--expected", str(expected)]
-    assert main(words) == 1
+    page, kept = tmp_path / "page.md", tmp_path / "they.json"
+    page.write_text("before\n<!-- strangers -->\nold\n<!-- end -->\nafter\n")
+    words = words_for(tmp_path, copies, "difference = []")
+    assert main([*words, "--json", str(kept), "--page", str(page)]) == 1
     said = capsys.readouterr().out
-    assert f"{SUITE:38}     3     2         2     1        1" in said
+    assert f"they/{SUITE:65}     3     2            1         1" in said, "Holdfast saved in test_both alone"
     assert f"Not expected to differ: {DIFFERS}: FileNotFoundError" in said
-    expected.write_text(f'[[difference]]\ntest = "{DIFFERS}"\nreason = "a file of torch DCP"')
+    (row,) = read_rows(kept)
+    assert (row.stock, row.ours, row.by_holdfast, row.differ) == (3, 2, 1, [DIFFERS])
+    assert page.read_text() == f"before\n<!-- strangers -->\n{table([row], {})}<!-- end -->\nafter\n"
+
+
+@pytest.mark.soak
+def test_under_holdfast_run_on_ranks_without_gpus(
+    copies: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    difference = f'[[difference]]\nreason = "so it is"\ntests = ["others/{SUITE}::test_it_is_stock"]'
+    words = words_for(tmp_path, copies, difference, name="others", line="holdfast run", ranks=2, gpus=2)
     assert main(words) == 0
-    assert "    Test::test_torchs_own: a file of torch DCP\n" in capsys.readouterr().out
+    assert f"others/{SUITE:63}     2     1            0         2" in capsys.readouterr().out
 
 
 def test_a_difference_that_is_gone_fails_and_one_that_did_not_run_does_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     passed = {"a.py::A::x": Ended("passed"), "a.py::A::y": Ended("passed")}
-    assert conclude(passed, passed, {*passed}, {}) == 0
-    assert conclude(passed, passed, {*passed}, {"b.py::B::z": "GPUs alone"}) == 0
-    assert conclude(passed, passed, {*passed}, {"a.py::A::x": "once"}) == 1
+    assert conclude(passed, passed, {}) == 0
+    assert conclude(passed, passed, {"b.py::B::z": "GPUs alone"}) == 0
+    assert conclude(passed, passed, {"a.py::A::x": "once"}) == 1
     assert "Expected to differ, and does not: a.py::A::x" in capsys.readouterr().out
-    assert conclude(passed, {"a.py::A::x": Ended("passed")}, {*passed}, {}) == 1, "a lost test differs"
-    assert "A::y: NOT EXPECTED: it did not run" in row(
-        "a.py", passed, {"a.py::A::x": Ended("passed")}, set(), {}
+    assert conclude(passed, {"a.py::A::x": Ended("passed")}, {}) == 1, "a lost test differs"
+    lost = {"a.py::A::x": Ended("passed")}
+    assert "a.py::A::y: GPUs alone\n" in f"{line_of('a', passed, lost, {'a.py::A::y': 'GPUs alone'})}\n"
+    assert "a.py::A::y: NOT EXPECTED: it did not run" in line_of(
+        "a", passed, {"a.py::A::x": Ended("passed")}, {}
     )
 
 
 def test_a_run_in_which_stock_passes_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert conclude({"a.py::pytest::finished": Ended("failed", "no expecttest")}, {}, set(), {}) == 1
+    assert conclude({"a.py": Ended("failed", "no expecttest")}, {}, {}) == 1
     assert "Stock passes no test here: no expecttest" in capsys.readouterr().out
 
 
-def test_without_a_copy_it_says_how_to_get_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTORCH", raising=False)
-    for words in ([], ["--pytorch", str(tmp_path)]):
-        assert main(words) == 2
-        assert "git clone --depth 1" in capsys.readouterr().err
-    (tmp_path / FOLDER).mkdir(parents=True)
-    with pytest.raises(SystemExit):
-        main(["--pytorch", str(tmp_path), "--suite", "test_nothing.py"])
-    assert "test_nothing.py is not in" in capsys.readouterr().err
-    assert len(SUITES) == len({*SUITES})
+def test_without_a_copy_it_says_how_to_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--copies", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    for project in read_projects(STRANGERS / "projects.toml"):
+        assert f"{project.name}: not in {tmp_path}. To get it: git clone --depth 1" in said
+
+
+def test_what_was_not_run_keeps_its_figures(tmp_path: Path) -> None:
+    row = Row("a", "a.py", "A 1", "c", "2026-01-02", 2, 1, 1, ["a/1"])
+    rows = [row, row._replace(suite="b.py", date="2026-01-01"), row._replace(project="b", release="B 1")]
+    keep_rows(tmp_path / "rows.json", rows)
+    keep_rows(tmp_path / "rows.json", [rows[1]._replace(stock=4, differ=["a/2", "a/3"])])
+    (tmp_path / "page.md").write_text("<!-- strangers -->\n<!-- end -->")
+    write_page(tmp_path / "page.md", tmp_path / "rows.json", {"a/1": "so", "a/2": "so"})
+    page = (tmp_path / "page.md").read_text()
+    assert "| A 1 | c | 2026-01-01 | 6 | 2 | 2 | 2: so; 1: not expected |\n" in page
+    assert "| B 1 | c | 2026-01-02 | 2 | 1 | 1 | 1: so |\n" in page
+
+
+def test_the_page_has_the_figures_that_are_kept() -> None:
+    rows, reasons = read_rows(STRANGERS / "results.json"), read_reasons(STRANGERS / "expected.toml")
+    page = (STRANGERS.parent / "docs" / "users.md").read_text()
+    assert table(rows, reasons) == page.partition("<!-- strangers -->\n")[2].partition("<!-- end -->")[0]
+    assert {row.project for row in rows} <= {one.name for one in read_projects(STRANGERS / "projects.toml")}
+    for row in of_projects(rows):
+        assert row.stock - row.ours == len(row.differ)
+        assert 0 <= row.by_holdfast <= row.ours
+        assert reasons.keys() >= {*row.differ}, "a difference without a reason"

@@ -1,0 +1,33 @@
+"""Python runs this at the start of every process of a suite, also of those that tests start.
+
+STRANGERS_GPUS: so many GPUs are there, and are the CPU (`strangers.cpu`); on both sides alike.
+STRANGERS_FOLDER: the moments at which Holdfast saves or loads go to files there.
+"""
+
+import os
+
+import wrapt
+
+_GPUS, _FOLDER = os.environ.get("STRANGERS_GPUS", "0"), os.environ.get("STRANGERS_FOLDER")
+
+
+def _gpus(_: object) -> None:
+    from strangers.cpu import stand_in_for_gpus
+
+    stand_in_for_gpus(int(_GPUS))
+
+
+def _write_moments(_: object) -> None:
+    from holdfast.events import Event, subscribe
+
+    def write(event: Event) -> None:
+        with open(f"{_FOLDER}/{os.getpid()}.moments", "a") as file:
+            file.write(f"{event.at}\n")
+
+    subscribe(write)
+
+
+if _GPUS != "0":
+    wrapt.register_post_import_hook(_gpus, "torch")
+if _FOLDER:
+    wrapt.register_post_import_hook(_write_moments, "holdfast.events")
