@@ -19,6 +19,9 @@ from bench.harness import MIB, Bench, Rank, attempt, main, measure, run_ranks, s
 RANKS, TENSORS = 8, 64
 BYTES = 2 << 30
 COPY, PEERS, COMMIT, LOOP = 1 / 1.15, 2.0, 1 / 1.5, 1 / 1.1
+PLAIN = ((11_000, 16 << 10, 0.5), (16, 64 << 20, 1.0))
+"""Tensors of one rank, bytes of each, and what is asked beside a loop that copies them."""
+FIRST = 0.3
 
 
 def local_state(rank: int, nbytes: int) -> dict[str, Any]:
@@ -97,6 +100,30 @@ def sides(rank: Rank, folder: str, nbytes: int, reps: int, which: str) -> dict[s
             os.makedirs(path, exist_ok=True)
             asynchronous("theirs", lambda: theirs(path), lambda wait: wait(), rep)  # noqa: B023
             clean(path)
+    return found
+
+
+def plain(rank: Rank, folder: str, count: int, each: int, reps: int) -> dict[str, list[float]]:
+    """Seconds for which plain tensors of one rank block, beside a loop of copies into warm memory."""
+    import torch
+
+    import holdfast
+
+    state = {f"w{number}": torch.full((each // 4,), float(number)) for number in range(count)}
+    warm = {name: value.clone() for name, value in state.items()}
+
+    def copy() -> None:
+        for name, value in state.items():
+            warm[name].copy_(value)
+
+    found: dict[str, list[float]] = {}
+    for rep in range(reps + 1):
+        path = Path(folder) / f"plain-{count}-{rep}"
+        sample, pending = measure(lambda: holdfast.async_save(state, path))  # noqa: B023
+        pending.committed(300)
+        shutil.rmtree(path)
+        for what, wall in (("ours", sample.wall), ("loop", measure(copy)[0].wall)):
+            found.setdefault(what if rep else f"first {what}", []).append(wall)
     return found
 
 
@@ -352,6 +379,25 @@ def run(bench: Bench) -> None:
                 peer_first=first_of(alone, "copy"),
                 note="the same, where ranks that are done first take no core from those that still copy",
             )
+        for count, each, limit in PLAIN:
+            count = count // 10 if bench.quick else count
+            what = f"{count:,} x {each // 1024:,} KiB, 1 rank"
+            found_plain = attempt(
+                bench,
+                what,
+                lambda: run_ranks(plain, 1, (str(folder), count, each, bench.reps), limit_s=120),  # noqa: B023
+            )
+            if found_plain:
+                bench.compare(
+                    f"blocking time, {what} / loop of copies into warm memory",
+                    found_plain[0]["ours"],
+                    found_plain[0]["loop"],
+                    "s",
+                    limit=limit,
+                )
+                if each > 1 << 20:
+                    size = f"{count * each / 2**30:.2g} GiB"
+                    bench.target(f"first save of {size}", found_plain[0]["first ours"], FIRST, "s")
         beside_raw = attempt(
             bench,
             "training loop",

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from bench.moe_state import Layout, Piece, State, writers
 from bench.shapes import Model
@@ -91,11 +92,15 @@ def write_all(path: Path, batches: Sequence[Batch]) -> None:
         os.close(fd)
 
 
-def read_all(path: Path, batches: Sequence[Batch]) -> None:
+def read_all(path: Path, batches: Sequence[Batch], digested: int = 0) -> None:
+    """Read calls that were made up beforehand. digested: bytes of each block that is digested after its call; 0: none."""
     fd = os.open(path, os.O_RDONLY)
     try:
         for batch in batches:
             _whole(os.preadv, fd, batch.buffers, batch.offset)
+            for buffer in batch.buffers if digested else ():
+                for low in range(0, len(buffer), digested):
+                    xxhash.xxh3_64_intdigest(buffer[low : low + digested])
     finally:
         os.close(fd)
 
@@ -126,6 +131,7 @@ class Raw(Side):
     """
 
     name = "raw"
+    digested = 0
 
     def __init__(self, limit: int = BATCHES[0]) -> None:
         self.limit = limit  # bytes a call
@@ -167,7 +173,7 @@ class Raw(Side):
 
     def load(self, path: Path) -> None:
         for rank, batches in self.reads.items():
-            read_all(path / f"{rank}.bin", batches)
+            read_all(path / f"{rank}.bin", batches, self.digested)
 
     def release(self) -> None:
         super().release()
@@ -179,6 +185,13 @@ class Raw(Side):
 
 
 # ------------------------------------------------------------------------------------------ torch DCP
+
+
+class Verified(Raw):
+    """The limit of a load that verifies: raw reads, and a digest of each block while it is in cache."""
+
+    name = "verified"
+    digested = 128 << 10
 
 
 class Dcp(Side):
@@ -472,4 +485,6 @@ PLAIN: dict[str, type[Plain]] = {
     "DCP": PlainDcp,
     "holdfast": PlainOurs,
 }
-SIDES: dict[str, type] = {cls.name: cls for cls in (Raw, Dcp, Mcore, TorchCheckpointing, Ours, OursInColumns)}
+SIDES: dict[str, type] = {
+    cls.name: cls for cls in (Raw, Verified, Dcp, Mcore, TorchCheckpointing, Ours, OursInColumns)
+}

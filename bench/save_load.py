@@ -20,6 +20,7 @@ from bench.rows import number
 from bench.shapes import SMALL_MOE, TINY_MOE, Model
 from bench.turns import Figures, Outcome, agree, describe, middle, order, turn
 
+RAW = ("raw", "verified")
 PEERS = ("DCP", "mcore", "torch_checkpointing")
 FASTER = {"DCP": 2.5, "mcore": 4.0, "torch_checkpointing": None}
 FASTER_LOAD = {"DCP": 2.5, "mcore": 2.5, "torch_checkpointing": None}
@@ -144,7 +145,7 @@ def prepare(
     key = ("save", name) if side is None else ("load", name, str(layout))
     try:
         if side is None:
-            side = Raw(plan.raw) if name == "raw" else SIDES[name]()
+            side = SIDES[name](plan.raw) if name in RAW else SIDES[name]()
         side.prepare(plan.model, layout, own, state)
         fault = None
     except Exception as error:
@@ -246,6 +247,13 @@ def load_rows(bench: Bench, place: str, saved: Layout, layout: Layout, figures: 
             first=figures.first_wall(*ours),
             peer_first=figures.first_wall(*raw),
         )
+        bench.compare(
+            f"{what} / raw preadv and a digest of each 128 KiB",
+            figures.wall(*ours),
+            figures.wall("load", "verified", where),
+            "s",
+            note=cpu_note(figures, ours, ("load", "verified", where)),
+        )
         bench.target(f"{what}: bytes read / needed", figures.amplification(*ours), AMPLIFICATION, "x")
         memory_row(bench, what, figures, ours, theirs)
 
@@ -313,7 +321,7 @@ def run(bench: Bench) -> None:
             size = unique_bytes(model)
             columns = ("holdfast in columns",) if "DCP" in group and place == "tmpfs" else ()
             with scratch(place) as root:
-                raw = ("raw",) if "DCP" in group else ()
+                raw = (RAW if place == "tmpfs" else RAW[:1]) if "DCP" in group else ()
                 sides = (*raw, "holdfast", *columns, *group)
                 plan = Plan(model, saved, loaded, sides, bench.reps, root, place == "tmpfs", BATCHES[0])
                 if raw:

@@ -1,4 +1,7 @@
-"""What a tensor costs in a save, counted in calls: their number is the same on a busy machine."""
+"""What a tensor costs in a save and a load, counted in calls: their number is the same on a busy machine.
+
+The limits stand just above what was counted. Lower them when the code makes fewer; never raise them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ import holdfast
 FEW, MANY = 100, 1100
 
 
-@pytest.mark.parametrize(("save", "most"), [("save", 32), ("async_save", 25)])
-def test_a_save_makes_few_calls_for_each_tensor(tmp_path: Path, save: str, most: int) -> None:
+@pytest.mark.parametrize(("verb", "most"), [("save", 13), ("async_save", 10), ("load", 21)])
+def test_a_tensor_costs_few_calls(tmp_path: Path, verb: str, most: int) -> None:
     """Calls of functions in Python and in C, on all threads of this process; of a background save until it
     has copied the state."""
     whole = torch.zeros(MANY, 64)
@@ -27,8 +30,11 @@ def test_a_save_makes_few_calls_for_each_tensor(tmp_path: Path, save: str, most:
     job = holdfast.Job(no_dist=True)
 
     def calls(part: dict[str, torch.Tensor], name: str) -> int:
-        if save == "save":
+        if verb == "save":
             return counted(lambda: holdfast.save(part, tmp_path / name, job=job), everywhere=True)
+        if verb == "load":
+            holdfast.save(part, tmp_path / name, job=job)
+            return counted(lambda: holdfast.load(part, tmp_path / name, job=job), everywhere=True)
         pending: list[holdfast.Pending] = []
         made = counted(lambda: pending.append(holdfast.async_save(part, tmp_path / name, job=job)))
         pending[0].committed(60)

@@ -157,7 +157,7 @@ def test_bytes_and_what_is_no_path_at_all_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="b'run' is bytes"):
         holdfast.latest(b"run")  # type: ignore[arg-type]
     for ask in ASKED:
-        with pytest.raises(BadInput, match="7 is not a path"):
+        with pytest.raises(BadInput, match=r"of type int; give a str.*save\(state, path\)"):
             ask(7)
 
 

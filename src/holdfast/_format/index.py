@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import islice, repeat
 from operator import lt
+from typing import NamedTuple
 
 import numpy as np
 
@@ -102,28 +103,41 @@ def _narrowed(values: Array) -> Array:
     return values if largest >= 1 << 32 else values.astype(np.min_scalar_type(largest))
 
 
-def encoded_size(columns: Columns, metadata: dict[str, object]) -> int:
-    """Return the number of bytes that `encode` returns, which does not depend on the numbers."""
-    header, _, body = _laid_out(columns, metadata, narrow=False)
-    return len(header) + body + 8 * -(-body // PAGE) + 16
+class LaidOut(NamedTuple):
+    """An index file whose columns may still be filled in: their place is fixed, their numbers are not."""
+
+    header: bytes
+    parts: list[Buffer]
+    """The columns in their order, which are its body."""
+    body: int
+    """Bytes of the body."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.header) + self.body + 8 * -(-self.body // PAGE) + 16
+
+    def sealed(self) -> bytes:
+        """Return the bytes of the file, with the columns as they are now."""
+        body = memoryview(b"".join(self.parts))
+        pages = np.asarray([digest(body[i : i + PAGE]) for i in range(0, len(body), PAGE)], "<u8")
+        # The seal covers every byte before it: the header itself and, through the page digests, the body. The
+        # digest of the seal names this version.
+        seal = np.asarray([digest(self.header), digest_many(pages)], "<u8")
+        return b"".join((self.header, body, pages.tobytes(), seal.tobytes()))
 
 
 def encode(columns: Columns, metadata: dict[str, object], narrow: bool = False) -> bytes:
-    """Return the bytes of an index file; `metadata` is JSON (step, grid, time, versions, notes).
+    """Return the bytes of an index file. The arguments are those of `lay_out`."""
+    return lay_out(columns, metadata, narrow).sealed()
 
-    narrow: whole numbers take as few bytes as they need, so the size depends on them.
+
+def lay_out(columns: Columns, metadata: dict[str, object], narrow: bool = False) -> LaidOut:
+    """Lay out an index file; `metadata` is JSON (step, grid, time, versions, notes).
+
+    narrow: whole numbers take as few bytes as they need, so the place of a column depends on them. Without
+    it the parts are the columns themselves, as far as those are contiguous.
     """
-    header, parts, _ = _laid_out(columns, metadata, narrow)
-    body = memoryview(b"".join(parts))
-    pages = np.asarray([digest(body[i : i + PAGE]) for i in range(0, len(body), PAGE)], "<u8")
-    # The seal covers every byte before it: the header itself and, through the page digests, the body. The
-    # digest of the seal names this version.
-    seal = np.asarray([digest(header), digest_many(pages)], "<u8")
-    return b"".join((header, body, pages.tobytes(), seal.tobytes()))
-
-
-def _laid_out(columns: Columns, metadata: dict[str, object], narrow: bool) -> tuple[bytes, list[Buffer], int]:
-    """Return the header of an index file, the columns in their order, which are its body, and its length."""
     about = json.dumps(metadata)
     # `about` is stored as a JSON text inside of a JSON header: it is measured as it will be there, with its
     # quotes escaped a second time.
@@ -157,7 +171,7 @@ def _laid_out(columns: Columns, metadata: dict[str, object], narrow: bool) -> tu
     entries.append(("seal", "U64", (2,), start + 8 * pages, start + 8 * pages + 16))
     version = SHARED if columns.shared else NARROW if narrow else FORMAT
     described = {"format": version, "dims": str(columns.dims), "about": about}
-    return encode_header(entries, described), [arrays[name] for name in order], start
+    return LaidOut(encode_header(entries, described), [arrays[name] for name in order], start)
 
 
 class Index:

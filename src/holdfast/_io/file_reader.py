@@ -124,6 +124,7 @@ class _Job:
         self.start: list[int] = runs.start.tolist()
         self.length: list[int] = runs.length.tolist()
         self.target: list[int] = runs.target.tolist()
+        self.kinds = {size: ctypes.c_ubyte * size for size in {*self.length}}
         self.block: list[int] = columns.block[runs.chunk].tolist()
         self.digest: list[int] = runs.digest.tolist()
         self.digests: list[int] = columns.digests.tolist()
@@ -170,38 +171,38 @@ class _Job:
 
     def _flush(self, reader: Reader, name: str, batch: range, scratch: ScratchBuffer) -> int:
         """Read a batch, verify every block, and copy what was read into scratch to its targets."""
+        first, kinds, lengths, targets = batch[0], self.kinds, self.length, self.target
         buffers: list[Buffer] = []
         staged: list[tuple[int, memoryview]] = []
         for run in batch:
-            if self.target[run]:
-                buffers.append((ctypes.c_ubyte * self.length[run]).from_address(self.target[run]))
+            if targets[run]:
+                buffers.append(kinds[lengths[run]].from_address(targets[run]))
             else:
-                view = scratch.take(self.length[run])
+                view = scratch.take(lengths[run])
                 assert view is not None
                 staged.append((run, view))
                 buffers.append(view)
-        wanted = self.position[batch[-1]] + self.length[batch[-1]] - self.position[batch[0]]
+        wanted = self.position[batch[-1]] + lengths[batch[-1]] - self.position[first]
         # A direct read fills the target before the bytes are verified. If they are damaged, the load raises
         # on all ranks, and the state is partly overwritten (docs/failure-model.md).
-        got = reader.read_into(self.position[batch[0]], buffers)
+        got = reader.read_into(self.position[first], buffers)
         if got != wanted:
             raise CorruptCheckpoint(
                 f"{self.store.url}/{name} ends {wanted - got} bytes too early: it is truncated.",
                 details={"file": name},
             )
-        digests = self.digests
-        if digests:  # files of other formats have none
+        if self.digests:  # files of other formats have none
             for run, buffer in zip(batch, buffers, strict=True):
                 block, at = self.block[run], self.digest[run]
-                if self.length[run] <= block:
-                    if digest(buffer) != digests[at]:
-                        raise self._damaged(run, 0, name)
-                    continue
-                view = memoryview(buffer)
-                for low in range(0, self.length[run], block):
-                    if digest(view[low : low + block]) != digests[at]:
-                        raise self._damaged(run, low, name)
-                    at += 1
+                if lengths[run] <= block:
+                    found = [digest(buffer)]
+                else:
+                    view = memoryview(buffer)
+                    found = [digest(view[low : low + block]) for low in range(0, lengths[run], block)]
+                written = self.digests[at : at + len(found)]
+                if found != written:
+                    number = [a == b for a, b in zip(found, written, strict=True)].index(False)
+                    raise self._damaged(run, number * block, name)
         # Only after the whole batch is verified.
         for run, view in staged:
             self._hand_out(run, view)

@@ -15,7 +15,7 @@ import numpy as np
 from holdfast._format.columns import Array, Columns, expand_ranges, unpad
 from holdfast._format.container import encode_header
 from holdfast._format.digest import block_counts, digest, digest_many
-from holdfast._format.index import encode, encoded_size
+from holdfast._format.index import lay_out
 from holdfast._format.names import DATA, EMBEDDED, FORMAT, WrittenFile, data_file, name_of_chunk
 from holdfast._io.host_memory import ReportBytes
 from holdfast._io.stream import ChunkSource, stream_chunks
@@ -148,15 +148,15 @@ def _write_file(
     if request.options.fingerprint and not any(table.deferred):
         columns.fingerprint_first = np.zeros(len(order), "<u8")
         columns.fingerprint_second = np.zeros(len(order), "<u8")
-    # The size of the index determines all positions, so it is needed before they are in it.
-    embedded_size = encoded_size(columns, about)
+    # The size of the index determines all positions, so it is laid out before they are in it.
+    embedded = lay_out(columns, about)
     header = encode_header(
-        _entries(table, chunks, embedded_size), {"format": FORMAT, "rank": str(table.rank)}
+        _entries(table, chunks, embedded.nbytes), {"format": FORMAT, "rank": str(table.rank)}
     )
     starts = len(header) + np.cumsum(chunks.nbytes) - chunks.nbytes
     index_start = len(header) + int(chunks.nbytes.sum())
     columns.position[:] = np.concatenate([starts, linked.position])[source]
-    columns.file_size[0] = index_start + embedded_size
+    columns.file_size[0] = index_start + embedded.nbytes
 
     writer.write_at(0, [header])
     if linked.names:
@@ -173,10 +173,9 @@ def _write_file(
     columns.digests[:] = reordered(digests, counts, source)
     if first:
         _fill_witnesses(columns, table, plan, request.witnessed, request.progress)
-    embedded = encode(columns, about)
-    assert len(embedded) == embedded_size, "an embedded index must not change its size"
-    writer.write_at(index_start, [embedded])
-    return WrittenFile(name, index_start + embedded_size, index_start, embedded_size, tuple(linked.names))
+    writer.write_at(index_start, [embedded.sealed()])
+    end = index_start + embedded.nbytes
+    return WrittenFile(name, end, index_start, embedded.nbytes, tuple(linked.names))
 
 
 def _with_tied(table: ShardTable, chunks: PlannedRows) -> tuple[PlannedRows, Array]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -52,20 +52,21 @@ def refuse_expanded(table: ShardTable) -> None:
 
 
 def announce(table: ShardTable, leaves: Iterable[Leaf]) -> None:
-    """Tell autograd which tensors are about to change, before the first byte is written."""
-    count_changes(_tensors(table, leaves))
+    """Tell autograd which tensors are about to change, before the first byte is written.
 
-
-def _tensors(table: ShardTable, leaves: Iterable[Leaf]) -> Iterator[torch.Tensor]:
-    for memory in table.memory:
-        tensor = getattr(memory, "tensor", None)
+    leaves: of each row of the table.
+    """
+    changed: dict[int, torch.Tensor] = {}
+    for memory, leaf in zip(table.memory, leaves, strict=True):
+        tensor, value = getattr(memory, "tensor", None), leaf.value
         if tensor is not None:
-            yield tensor
-    for leaf in leaves:  # a DTensor or a wrapper has a version counter apart from its inner tensors
-        if isinstance(leaf.value, torch.Tensor) and not is_sharded_tensor(leaf.value):
-            yield leaf.value
+            changed[id(tensor)] = tensor
+        # A DTensor or a wrapper has a version counter apart from its inner tensors.
+        if value is not tensor and isinstance(value, torch.Tensor) and not is_sharded_tensor(value):
+            changed[id(value)] = value
         if leaf.outer is not None:
-            yield leaf.outer
+            changed[id(leaf.outer)] = leaf.outer
+    count_changes(changed.values())
 
 
 def give_back(

@@ -73,7 +73,8 @@ class LazyStates:
 
     def look(self, index: Source, patterns: Patterns, strict: bool) -> None:
         """Add leaves and rows for what the checkpoint has where the state has nothing yet."""
-        lazy = [leaf for leaf in self.leaves if isinstance(leaf.value, ParameterState | Rest)]
+        awaited = ParameterState | Rest
+        lazy = [leaf for leaf in self.leaves if isinstance(leaf.value, awaited)]
         if self.skipped:
             lazy = [leaf for leaf in lazy if leaf.name not in self.skipped]
         lists = [leaf for leaf in self.leaves if isinstance(leaf.value, list)]

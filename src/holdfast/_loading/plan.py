@@ -82,26 +82,24 @@ def plan_load(
     found, position = np.unique(rows[keep], return_inverse=True)
     columns = index.select(found)
     blank = [state.memory[row].tensor for row in partly]  # type: ignore[attr-defined]
-    wanted = ShardTable(table.rank)
-    as_stored = _as_stored(table, keep, columns, position).tolist()
-    kinds, dtypes = columns.kind.tolist(), columns.dtype.tolist()
-    for row, at, fits in zip(keep, position.tolist(), as_stored, strict=True):
+    wanted = table.take(keep)
+    # Few rows: most are stored as the state has them.
+    for at in np.flatnonzero(~_as_stored(wanted, columns, position)).tolist():
+        row, column = keep[at], int(position[at])
         spec, box, memory = table.specs[row], table.boxes[row], table.memory[row]
-        if fits:  # mostly
-            wanted.add(spec, box, (0, 1), False, memory)
-            continue
-        stored = TensorSpec(spec.name, dtypes[at], columns.shape_of(at), kinds[at])
+        kind, dtype = int(columns.kind[column]), int(columns.dtype[column])
+        stored = TensorSpec(spec.name, dtype, columns.shape_of(column), kind)
         if spec.kind == OBJECT == stored.kind:
             assert isinstance(memory, BytesMemory)
             # The length comes from the file, and may be forged.
             with bounded_memory(f"The object {spec.name!r} of {request.store.url}"):
                 memory.resize(stored.shape[0])
-            wanted.add(spec._replace(shape=stored.shape), whole(stored.shape), (0, 1), True, memory)
+            wanted.put(at, spec._replace(shape=stored.shape), whole(stored.shape), memory)
             continue
         fitted, part, target = _fit(spec, box, memory, stored, of_row[row], request.cast)
         if part is not box:
             blank.append(memory.tensor)  # type: ignore[attr-defined]
-        wanted.add(fitted, part, (0, 1), False, target)
+        wanted.put(at, fitted, part, target)
     reads = plan_read(wanted, position, columns, index.where, index.fetched_for)
     check_filled(wanted, reads)
     refuse_expanded(wanted)
@@ -150,14 +148,12 @@ def _check_missing(
     return names, len(table) - len(empty)
 
 
-def _as_stored(table: ShardTable, rows: list[int], columns: Columns, position: Array) -> Array:
-    """Return for each of these rows whether a tensor with its dtype and shape is stored."""
-    dims = max(table.arrays().dims, columns.dims)
-    given = np.asarray([(spec.kind, spec.dtype, len(spec.shape)) for spec in table.specs]).reshape(-1, 3)[
-        rows
-    ]
+def _as_stored(table: ShardTable, columns: Columns, position: Array) -> Array:
+    """Return for each row whether a tensor with its dtype and shape is stored. position: in `columns`."""
+    rows, dims = table.arrays(), max(table.arrays().dims, columns.dims)
+    given = np.asarray([(spec.kind, spec.dtype, len(spec.shape)) for spec in table.specs]).reshape(-1, 3)
     stored = np.stack([columns.kind, columns.dtype, columns.ndim], axis=1)[position]
-    shapes = widen(table.arrays().shape, dims, 1)[rows] == widen(columns.shape, dims, 1)[position]
+    shapes = widen(rows.shape, dims, 1) == widen(columns.shape, dims, 1)[position]
     alike: Array = (given == stored).all(axis=1) & shapes.all(axis=1) & (given[:, 0] == TENSOR)
     return alike
 

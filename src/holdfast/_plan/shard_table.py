@@ -96,6 +96,23 @@ class ShardTable:
         self.memory += other.memory
         self.deferred += other.deferred
 
+    def take(self, rows: Sequence[int]) -> ShardTable:
+        """Return a table of these rows, in this order."""
+        return ShardTable(
+            self.rank,
+            [self.specs[row] for row in rows],
+            [self.boxes[row] for row in rows],
+            [self.replicas[row] for row in rows],
+            [self.unsharded[row] for row in rows],
+            [self.memory[row] for row in rows],
+            [self.deferred[row] for row in rows],
+        )
+
+    def put(self, row: int, spec: TensorSpec, box: Box, memory: Memory) -> None:
+        """Replace what a row stands for."""
+        self.specs[row], self.boxes[row], self.memory[row] = spec, box, memory
+        self._arrays = None
+
     def __len__(self) -> int:
         return len(self.specs)
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -185,29 +185,39 @@ def checked(path: str) -> str:
     return path
 
 
-@contextmanager
-def storage_errors(doing: str, path: str) -> Iterator[None]:
+class storage_errors:  # noqa: N801, because it is used like a function, as contextlib's own are
     """Turn OSErrors into StorageErrors that name the file."""
-    try:
-        yield
-    # A StorageError is an OSError itself, and says more than one made here would.
-    except StorageError:
-        raise
-    except OSError as error:
-        # ENOTDIR: a part of the path is a file, so nothing of that name can be below it.
-        kind = NotFound if error.errno in (errno.ENOENT, errno.ENOTDIR) else StorageError
-        hints = {
-            errno.ENOSPC: "Free space there, or prune old steps, and save again.",
-            errno.EDQUOT: "Free space in the quota, or prune old steps, and save again.",
-            errno.EROFS: "Choose a folder that can be written to.",
-            errno.EACCES: "Choose a folder that this user can write to.",
-        }
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raised = kind(
-            f"{doing} {path} failed: {reason}.",
-            hint=hints.get(error.errno or 0, ""),
-            details={"errno": error.errno},
-        )
-        # Set by hand: OSError sets errno only if it is given two arguments, and this one has a sentence.
-        raised.errno = error.errno
-        raise raised from None
+
+    # A class, as each read and write is inside one, and a generator's context costs four times as much.
+    __slots__ = ("doing", "path")
+
+    def __init__(self, doing: str, path: str) -> None:
+        self.doing, self.path = doing, path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # A StorageError is an OSError itself, and says more than one made here would.
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            raise _as_storage_error(self.doing, self.path, error) from None
+
+
+def _as_storage_error(doing: str, path: str, error: OSError) -> StorageError:
+    # ENOTDIR: a part of the path is a file, so nothing of that name can be below it.
+    kind = NotFound if error.errno in (errno.ENOENT, errno.ENOTDIR) else StorageError
+    hints = {
+        errno.ENOSPC: "Free space there, or prune old steps, and save again.",
+        errno.EDQUOT: "Free space in the quota, or prune old steps, and save again.",
+        errno.EROFS: "Choose a folder that can be written to.",
+        errno.EACCES: "Choose a folder that this user can write to.",
+    }
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    raised = kind(
+        f"{doing} {path} failed: {reason}.",
+        hint=hints.get(error.errno or 0, ""),
+        details={"errno": error.errno},
+    )
+    # Set by hand: OSError sets errno only if it is given two arguments, and this one has a sentence.
+    raised.errno = error.errno
+    return raised

@@ -280,7 +280,10 @@ def open_store(place: Folder) -> Store:
     if not isinstance(place, str | bytes | os.PathLike):
         # Duck typing, as for rosters: a user's own class can be a store.
         if not hasattr(place, "publish"):
-            raise BadInput(f"{place!r} is not a path; give a str or a pathlib.Path, or a store.")
+            raise BadInput(
+                f"The path is of type {type(place).__name__}; give a str, a pathlib.Path, or a store.",
+                hint="The order is save(state, path) and load(path, state).",
+            )
         return place
     text = os.fspath(place)
     if not isinstance(text, str):
