@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from holdfast import events
 from holdfast._options import ranks_of_this_host, roll_call_folder
 from holdfast._roster.base import Roster
 from holdfast._roster.presence import Seen, pace, see, spread
@@ -98,6 +99,7 @@ class Answering:
             self._over.wait(self._pace + GRACE)
             evidence = self._gather()
             log.warning("%s", summary(self._asked.why, diagnose(evidence), evidence, self._folder))
+            events.emit("roll_call.told", rank=rank, why=self._asked.why, folder=self._folder)
 
     def _later(self, found: Rank, until: float) -> tuple[Stack, ...]:
         """Return the stacks of the first look at which the main thread has moved, or else of the last."""

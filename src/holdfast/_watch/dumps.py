@@ -226,7 +226,7 @@ def read_roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
     seen.operations += found.operations
     seen.progress |= {one.group: one for one in found.progress}
     seen.endings += found.endings
-    seen.stacks += found.stacks
-    seen.later += found.later
+    seen.stacks += [stack for stack in found.stacks if stack.calls]
+    seen.later += [stack for stack in found.later if stack.calls]
     seen.busy, seen.moved = found.busy, found.moved
     seen.state, seen.phase, seen.steps = found.state, found.phase, found.steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from holdfast._recording import EVENTS
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import is_stacks, rank_of_name, read_json, read_pickle, read_stacks
 from holdfast._watch.evidence import Evidence
@@ -54,6 +55,7 @@ def _files(path: str) -> list[str]:
     found = sorted(
         os.path.join(folder, name)
         for folder, _, names in os.walk(path)
+        if folder != os.path.join(path, EVENTS)  # they tell when, and not why
         for name in names
         if not name.endswith(_NO_EVIDENCE)
     )

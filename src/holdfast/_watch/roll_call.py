@@ -21,6 +21,7 @@ from weakref import ref
 
 import msgspec
 
+from holdfast import events
 from holdfast._heart import heart
 from holdfast._roster.base import Roster
 from holdfast._roster.presence import pace, read
@@ -131,6 +132,7 @@ class RollCall:
         """Call if this rank waits too long, and answer a call."""
         if (seconds := self._pending.over()) is not None:
             log.warning("The collective of the last roll call is over, after %.0f s.", seconds)
+            events.emit("roll_call.over", rank=base.rank, seconds=seconds)
         key = f"roll/{self._number}"
         asked = read(base.get([key])[0], Asked)
         waited = self._pending.too_long() if asked is None else None
