@@ -151,9 +151,15 @@ def encode_install(arguments: Mapping[str, object]) -> str:
     return json.dumps(arguments)
 
 
+def event_folder() -> str:
+    """Return the run folder that `install` records events in (HOLDFAST_EVENTS); "" for none."""
+    return os.environ.get("HOLDFAST_EVENTS", "")
+
+
 def roll_call_folder() -> str:
-    """Return the folder that files of roll calls go to (HOLDFAST_ROLL_CALLS); "" for none."""
-    return os.environ.get("HOLDFAST_ROLL_CALLS", "")
+    """Return the folder that files of roll calls go to (HOLDFAST_ROLL_CALLS, or else that of the events); ""
+    for none."""
+    return os.environ.get("HOLDFAST_ROLL_CALLS", "") or event_folder()
 
 
 def ranks_of_this_host(rank: int, world_size: int) -> list[int]:

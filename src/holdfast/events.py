@@ -7,6 +7,8 @@ it raises is logged and otherwise ignored, because watching must not break a sav
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+
+from holdfast._options import read_environment
 
 _log = logging.getLogger("holdfast")
 
@@ -24,7 +28,9 @@ class Event(msgspec.Struct, frozen=True):
     name: str
     """`save.`, `load.` or `choice.`, then a phase from the protocol table (`save.writing`), or `raised` when
     the call raises. Also `load.rejected`, when a load passes over a damaged step; `save.staged`, when an
-    asynchronous save has copied the state; `save.stale`, when no tensor of it has changed."""
+    asynchronous save has copied the state; `save.stale`, when no tensor of it has changed; `phase.entered`
+    and `phase.left`, of `phase`; `roll_call.told` and `roll_call.over`, on the rank that has called the
+    roll."""
     rank: int
     step: int | None
     path: str
@@ -42,13 +48,16 @@ _phases: list[str] = []
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Name what the program does inside, such as `"eval"`: roll calls tell it of each rank. Phases may be
-    nested; the innermost is told."""
+    """Name what the program does inside, such as `"eval"`: roll calls tell it of each rank, and reports draw
+    it. Phases may be nested; the innermost is told."""
     _phases.append(name)
+    began, rank = time.monotonic(), _place()[0] if _is_heard() else 0
+    emit("phase.entered", rank=rank, phase=name)
     try:
         yield
     finally:
         _phases.pop()
+        emit("phase.left", rank=rank, phase=name, seconds=time.monotonic() - began)
 
 
 def phase_now() -> str:
@@ -72,7 +81,7 @@ def subscribe(callback: Callback) -> Callable[[], None]:
 def emit(name: str, *, rank: int = 0, step: int | None = None, path: str = "", **fields: object) -> None:
     """Send an event to all subscribers. Costs almost nothing when there is none."""
     # Checked before the event is made: each batch of bytes that moves emits one.
-    if not _callbacks and not _log.isEnabledFor(logging.DEBUG):
+    if not _is_heard():
         return
     event = Event(name, rank, step, path, time.time(), fields)
     _log.debug("%s rank=%d step=%s %s %s", name, rank, step, path, fields)
@@ -81,3 +90,39 @@ def emit(name: str, *, rank: int = 0, step: int | None = None, path: str = "", *
             callback(event)
         except Exception:
             _log.exception("An event callback raised on %s; the save or load goes on.", name)
+
+
+def record(folder: str | os.PathLike[str]) -> Callable[[], None]:
+    """Record the events of this rank in a run folder, for `holdfast report` and `holdfast watch`; returns a
+    function that ends it. Call it on every rank, after `init_process_group` where no launcher sets RANK.
+
+    `folder/events/rank-3.jsonl` holds the newest events, 2 MiB at most. Storage is written to by another
+    thread, about once a second: one that hangs holds up nothing.
+    """
+    from holdfast._recording import Recorder
+
+    recorder = Recorder(os.path.abspath(folder), *_place())
+    unsubscribe = subscribe(
+        lambda event: recorder.note(event.name, event.at, event.step, event.path, event.fields)
+    )
+
+    def end() -> None:
+        unsubscribe()
+        recorder.end()
+
+    recorder.begin(end)
+    return end
+
+
+def _is_heard() -> bool:
+    return bool(_callbacks) or _log.isEnabledFor(logging.DEBUG)
+
+
+def _place() -> tuple[int, int]:
+    """Return the rank of this process and the size of its world, by torch.distributed or else its
+    launcher."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    environment = read_environment()
+    return environment.rank, environment.world_size

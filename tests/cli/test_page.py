@@ -5,7 +5,6 @@ Those that need a browser look for a Chromium (tests/support/browser.py), and ar
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import time
@@ -23,12 +22,9 @@ from holdfast._maintenance.page import COLUMNS, NODES, page_of
 from holdfast._store.local import open_store
 from tests.cli import pages
 from tests.cli.conftest import Run, flip
-from tests.support.browser import Browser, find_browser
+from tests.support.browser import Browser, data_of, in_browser
 
 ALONE = holdfast.Job(no_dist=True)
-in_browser = pytest.mark.skipif(
-    find_browser() is None, reason="no Chromium here: install one, or name it in HOLDFAST_BROWSER"
-)
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +35,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pages.large_index(tmp_path_factory.mktemp("pages") / "step-00024000")
-
-
-def data_of(page: str) -> Any:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
 
 
 def written(data: dict[str, Any], name: str) -> list[int]:
@@ -221,20 +211,11 @@ def test_the_command_writes_the_page(small: Path, tmp_path: Path, run: Run) -> N
 # -- in a browser ------------------------------------------------------------------------------------
 
 
-def opened(browser: Browser, place: Path, to: Path, scheme: str = "light") -> None:
-    to.write_text(page_of(place, time.time()))
-    browser.open(to, scheme)
-    assert browser.of("Runtime.exceptionThrown") == []
-    assert [entry["entry"]["text"] for entry in browser.of("Log.entryAdded")] == []
-    requests = [one["request"]["url"] for one in browser.of("Network.requestWillBeSent")]
-    assert requests == [to.as_uri()]
-
-
 @in_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_a_run_of_eight_ranks(small: Path, tmp_path: Path, scheme: str) -> None:
     with Browser() as browser:
-        opened(browser, small, tmp_path / "page.html", scheme)
+        browser.show(page_of(small, time.time()), tmp_path / "page.html", scheme)
         text = browser.evaluate("document.body.innerText")
         for piece in (
             "one of the newest 3, every 500 steps",
@@ -263,7 +244,7 @@ def test_a_browser_shows_a_run_of_eight_ranks(small: Path, tmp_path: Path, schem
 @in_browser
 def test_a_browser_shows_a_thousand_ranks_with_few_elements(large: Path, tmp_path: Path) -> None:
     with Browser() as browser:
-        opened(browser, large, tmp_path / "page.html")
+        browser.show(page_of(large, time.time()), tmp_path / "page.html")
         assert browser.evaluate("document.querySelectorAll('*').length") < 3000
         assert browser.evaluate("document.querySelectorAll('rect').length") == COLUMNS
         layers = """[...document.querySelectorAll('.row .name')].map(one => one.firstChild.childNodes[1]?.data?.trim())

@@ -51,6 +51,8 @@ def test_no_command_imports_torch(checkpoint: Path, kept: Path) -> None:
         ("reindex", checkpoint, "--force", "--dry-run"),
         ("prune", kept.parent, "--dry-run"),
         ("diagnose", log),
+        ("watch", kept.parent, "--once"),
+        ("report", kept.parent, "--html", checkpoint.parent / "report.html"),
         ("doctor",),
         ("run", "--env"),
     ]

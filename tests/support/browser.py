@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -12,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any, Self
+
+import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 TIMEOUT = 60.0
@@ -23,6 +26,18 @@ def find_browser() -> str | None:
     found = [given] if given else [shutil.which(name) for name in NAMES]
     cached = sorted(Path.home().glob(".cache/ms-playwright/chromium-*/chrome-linux*/chrome"))
     return next(filter(None, [*found, *map(str, cached)]), None)
+
+
+in_browser = pytest.mark.skipif(
+    find_browser() is None, reason="no Chromium here: install one, or name it in HOLDFAST_BROWSER"
+)
+
+
+def data_of(page: str) -> Any:
+    """What one of our pages holds."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
 
 
 class Browser:
@@ -101,6 +116,15 @@ class Browser:
         self.send("Page.navigate", url=page.as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
+
+    def show(self, page: str, to: Path, scheme: str = "light") -> None:
+        """Open a page of ours, which raises nothing and loads nothing."""
+        to.write_text(page)
+        self.open(to, scheme)
+        assert self.of("Runtime.exceptionThrown") == []
+        assert [entry["entry"]["text"] for entry in self.of("Log.entryAdded")] == []
+        requests = [one["request"]["url"] for one in self.of("Network.requestWillBeSent")]
+        assert requests == [to.as_uri()]
 
     def evaluate(self, code: str) -> Any:
         found = self.send("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import holdfast
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import rank_of_name
 from holdfast._watch.read import read_all
@@ -37,6 +38,20 @@ def recorded(rank: int, folder: str) -> None:
     if rank:
         work = dist.all_reduce(torch.ones(8), async_op=True)
     work.wait()
+
+
+def phase_without_a_collective(rank: int) -> str:
+    """Answer a roll call before this process has issued any collective."""
+    from holdfast._watch.own_stacks import evidence_here
+
+    with holdfast.events.phase("setup"):
+        return evidence_here(rank, [])[0].phase
+
+
+def test_a_rank_without_a_collective_answers_a_roll_call() -> None:
+    """torch's record then has no entries at all."""
+    with ProcessWorld(1) as world:
+        assert world.run(phase_without_a_collective) == ["setup"]
 
 
 def test_torchs_own_records_are_read(tmp_path: Path) -> None:

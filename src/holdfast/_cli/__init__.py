@@ -31,6 +31,8 @@ COMMANDS = {
     "prune": "Remove what failed saves left behind, and old steps.",
     "run": "Run a program whose processes all call holdfast.install().",
     "diagnose": "Say what a job hangs in, by its logs, stacks and flight records.",
+    "watch": "Show what the ranks of a run do now, and who is behind.",
+    "report": "Show what the ranks of a run did, as one page for a browser.",
     "doctor": "List what in a process's groups and environment is known to end in a hang.",
 }
 """The name of each command, which is also its module's, and the first line of its help."""

@@ -57,18 +57,27 @@ def print_json(value: object) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()) -> None:
     """Print a plain table, or nothing if it has no rows; the columns in `right` are aligned right."""
+    for line in table_lines(columns, rows, right):
+        click.echo(line)
+
+
+def table_lines(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()
+) -> list[str]:
+    """Return the lines of a plain table; none if it has no rows."""
     if not rows:
-        return
+        return []
     # By hand: importing rich for it takes as long as half of NumPy.
     cells = [[printable(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
-    for row in cells:
-        parts = [
+    return [
+        "  ".join(
             cell.rjust(width) if column in right else cell.ljust(width)
             for column, cell, width in zip(columns, row, widths, strict=True)
-        ]
-        click.echo("  ".join(parts).rstrip())
+        ).rstrip()
+        for row in cells
+    ]
 
 
 def print_comparison(

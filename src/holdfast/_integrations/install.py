@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
 
+from holdfast import events
 from holdfast._deadline import check_seconds
 from holdfast._exits import Stage, at_exit, not_at_exit, uncaught
 from holdfast._groups.audit.doctor import serve, stop
@@ -28,7 +29,7 @@ from holdfast._integrations.frameworks import FRAMEWORKS, NAMES, Framework, guar
 from holdfast._integrations.patching import Patches, Replacement, rebind, undo
 from holdfast._integrations.settings import Settings
 from holdfast._integrations.versions import version_of
-from holdfast._options import all_variables
+from holdfast._options import all_variables, event_folder
 from holdfast._protocol.call import find_roster
 from holdfast._protocol.job import Job, defaults, job_of, limits_of
 from holdfast._roster.beacon import Beacon, beacon_of
@@ -62,6 +63,8 @@ class _Installation:
         self.beacon: Beacon | None = None
         """What shows this rank to the others."""
         self.roll_call: RollCall | None = None
+        self.end_record: Callable[[], None] | None = None
+        """What ends the recording of events."""
         self.frameworks = frameworks
         self.patches = {framework.name: Patches() for framework in frameworks}
         self.own = Patches()
@@ -105,6 +108,9 @@ class _Installation:
         if not dist.is_initialized():
             return
         self.rank = dist.get_rank()
+        # Not earlier: workers of data loaders and compilers have a RANK, too.
+        if event_folder() and self.end_record is None:
+            self.end_record = events.record(event_folder())
         if dist.get_world_size() > 1:
             roster = find_roster(Job())
             self.beacon = beacon_of(roster)
@@ -139,6 +145,8 @@ class _Installation:
             self.beacon.let_go(self)
         if self.roll_call is not None:
             heart.end(self.roll_call)
+        if self.end_record is not None:
+            self.end_record()
         undo([*self.patches.values(), self.own])
 
 

@@ -1,17 +1,13 @@
 """A checkpoint or a run folder as one HTML page, which loads nothing from elsewhere.
 
 Its size does not grow with ranks times tensors: ranks are put together in columns, and names in a tree of at
-most `NODES` rows. The names go into the page as JSON, and its script (`page.js`), the only one that it lets
-run, makes text nodes of them.
+most `NODES` rows. The script of the page (`page.js`) makes text nodes of the names.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import html
 import json
-import re
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -31,6 +27,7 @@ from holdfast._maintenance.inspect import (
     fate,
 )
 from holdfast._maintenance.target import checkpoint_or_run, number
+from holdfast._page import filled
 from holdfast._store.base import Folder, Store
 from holdfast._store.run_folder import own_steps
 from holdfast._values import Json, Message, age_text, natural, printable, shortened, time_text
@@ -62,21 +59,7 @@ def page_of(path: Folder, now: float) -> str:
         except HoldfastError:
             if not is_run:
                 raise  # of a run, the list of its steps says what is wrong with this one
-    return _filled(data)
-
-
-def _filled(data: Message) -> str:
-    here = Path(__file__)
-    script = here.with_suffix(".js").read_text(encoding="utf-8")
-    parts = {
-        "title": html.escape(data["title"]),
-        # With this escape nothing inside of the data can end its element.
-        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        "script": script,
-        "hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-    }
-    template = here.with_suffix(".html").read_text(encoding="utf-8")
-    return re.sub(r"\{(title|data|script|hash)\}", lambda found: parts[found[1]], template)
+    return filled(data, Path(__file__).with_suffix(".js"))
 
 
 # -- a run ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from holdfast import events
 from holdfast._options import ranks_of_this_host, roll_call_folder
 from holdfast._roster.base import Roster
 from holdfast._roster.beacon import Beacon
@@ -122,6 +123,7 @@ class Answering:
                 self._add_other_jobs(collector)
             evidence = collector.evidence()
             log.warning("%s", summary(self._asked.why, diagnose(evidence), evidence, self._folder))
+            events.emit("roll_call.told", rank=rank, why=self._asked.why, folder=self._folder)
 
     def _later(self, found: Rank, until: float) -> tuple[Stack, ...]:
         """Return the stacks of the first look at which the main thread has moved, or else of the last. It

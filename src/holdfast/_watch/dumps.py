@@ -153,7 +153,7 @@ def operations_of(record: Any, to: Collector, source: Source, rank: int) -> None
     """Read the entries of a flight record: what is pending, and the last that is done of each group."""
     last: dict[str, Operation] = {}
     groups: dict[str, str] = {}
-    for entry in record["entries"]:
+    for entry in record.get("entries", ()):
         name, description = (str(part) for part in entry["process_group"][:2])
         group = f"{name}:{description}" if description not in ("", "undefined") else name
         groups[str(entry.get("pg_id"))] = groups[name] = group
@@ -226,7 +226,7 @@ def read_roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
     seen.operations += found.operations
     seen.progress |= {one.group: one for one in found.progress}
     seen.endings += found.endings
-    seen.stacks += found.stacks
-    seen.later += found.later
+    seen.stacks += [stack for stack in found.stacks if stack.calls]
+    seen.later += [stack for stack in found.later if stack.calls]
     seen.busy, seen.moved = found.busy, found.moved
     seen.state, seen.phase, seen.steps = found.state, found.phase, found.steps

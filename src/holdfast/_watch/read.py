@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 
+from holdfast._recording import EVENTS
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import is_stacks, rank_of_name, read_json, read_pickle, read_stacks
 from holdfast._watch.evidence import Evidence, Source
@@ -61,6 +62,7 @@ def _files(path: str) -> list[str]:
     found = sorted(
         os.path.join(folder, name)
         for folder, _, names in os.walk(path)
+        if folder != os.path.join(path, EVENTS)  # they tell when, and not why
         for name in names
         if not name.endswith(_NO_EVIDENCE)
     )

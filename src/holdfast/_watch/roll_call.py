@@ -21,6 +21,7 @@ from weakref import ref
 
 import msgspec
 
+from holdfast import events
 from holdfast._deadline import Deadline
 from holdfast._heart import heart
 from holdfast._options import roll_call_folder
@@ -94,7 +95,7 @@ class Pending:
     def _limit(self, key: tuple[int, str]) -> float | None:
         if key not in self._limits:
             for number, record in enumerate(flight_records(entries=True)):
-                for entry in record["entries"]:
+                for entry in record.get("entries", ()):
                     if entry.get("timeout_ms"):
                         self._limits[number, str(entry.get("pg_id"))] = int(entry["timeout_ms"]) / 1000
         return self._limits.get(key)
@@ -168,6 +169,7 @@ class RollCall:
         self._look_in_folder(base)
         if (seconds := self._pending.over()) is not None:
             log.warning("The collective of the last roll call is over, after %.0f s.", seconds)
+            events.emit("roll_call.over", rank=base.rank, seconds=seconds)
         key = f"roll/{self._number}"
         asked = read(base.get([key])[0], Asked)
         mine = self._call(base.rank, beacon) if asked is None else None
