@@ -1,4 +1,4 @@
-"""The judgement of many simulated ranks, and calls that are made together in a folder."""
+"""The judgement of many simulated ranks, and what looking for a call costs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import time
 from typing import Any
 
 import msgspec
+import pytest
 
+from holdfast._watch import roll_call
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call
@@ -57,3 +59,23 @@ def test_a_thousand_ranks_are_judged_in_seconds() -> None:
         if world == 1000:
             assert time.monotonic() - began < 10
     assert seconds[4000] < 12 * seconds[1000] + 0.5
+
+
+def test_a_record_that_does_not_tell_a_timeout_is_read_once_a_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All its entries take half a second to read, with the GIL, of a program that may be computing."""
+    done, read = 3, list[bool]()
+
+    def records(entries: bool = False) -> list[Any]:
+        read.append(entries)
+        numbers = {"last_enqueued_collective": done + 1, "last_completed_collective": done}
+        return [{"pg_status": {"0": numbers}, "entries": [{"pg_id": 0, "timeout_ms": None}]}]
+
+    monkeypatch.setattr(roll_call, "flight_records", records)
+    monkeypatch.setattr(roll_call, "NOTICED", 0.0)
+    pending = roll_call.Pending()
+    for number in (3, 4):
+        done = number
+        assert [pending.too_long() for _ in range(5)] == [None] * 5
+    assert read.count(True) == 2

@@ -55,6 +55,8 @@ class Pending:
     def __init__(self) -> None:
         self._since: dict[tuple[int, str], tuple[int, float]] = {}
         self._limits: dict[tuple[int, str], float] = {}
+        self._read_at: dict[tuple[int, str], int] = {}
+        """The number before the collective for which all entries of the record were read."""
         self._told: set[tuple[int, str, int]] = set()
         self._missed: tuple[tuple[int, str], int, float] | None = None
         """What the call of this rank was for: a group, its number before, and since when it waits."""
@@ -72,7 +74,7 @@ class Pending:
             waited = now - self._since[key][1]
             if waited < NOTICED or (*key, done) in self._told:
                 continue
-            limit = self._limit(key)
+            limit = self._limit(key, done)
             if limit is not None and waited >= SHARE * limit:
                 self._missed = key, done, now - waited
                 return waited, limit
@@ -92,8 +94,10 @@ class Pending:
         """Note that all that is pending now was told of."""
         self._told |= {(*key, done) for key, enqueued, done in _statuses() if enqueued > done}
 
-    def _limit(self, key: tuple[int, str]) -> float | None:
-        if key not in self._limits:
+    def _limit(self, key: tuple[int, str], done: int) -> float | None:
+        # Once a collective: reading 2,000 entries takes half a second, and they may not tell.
+        if key not in self._limits and self._read_at.get(key) != done:
+            self._read_at[key] = done
             for number, record in enumerate(flight_records(entries=True)):
                 for entry in record.get("entries", ()):
                     if entry.get("timeout_ms"):
