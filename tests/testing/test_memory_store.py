@@ -116,5 +116,5 @@ def test_ranks_share_a_store() -> None:
 
 @pytest.mark.parametrize("place", [3, object()])
 def test_what_is_no_place_is_one_sentence(place: object) -> None:
-    with pytest.raises(BadInput, match="is not a path"):
+    with pytest.raises(BadInput, match="The path is of type"):
         holdfast.save(state(1.0), place, job=holdfast.Job(no_dist=True))  # type: ignore[arg-type]

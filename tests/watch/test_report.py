@@ -12,8 +12,10 @@ import os
 import pty
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -168,14 +170,26 @@ def test_watch_on_a_terminal_draws_in_place_and_ends_by_ctrl_c(large: Path) -> N
     main, other = pty.openpty()
     program = [sys.executable, "-m", "holdfast", "watch", str(large), "--every", "0.2"]
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
-    with subprocess.Popen(program, stdin=other, stdout=other, stderr=other, env=env) as process:
-        os.close(other)
-        shown = b""
+    # A job in the background of a shell, as this suite may be, ignores Ctrl-C, and so would its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(program, stdin=other, stdout=other, stderr=other, env=env)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    os.close(other)
+    shown = b""
+    ends = threading.Timer(60, process.kill)  # then there is nothing more to read
+    ends.start()
+    try:
         while shown.count(b"save of step 2000") < 2:
             shown += os.read(main, 1 << 16)
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
-    os.close(main)
+    finally:
+        ends.cancel()
+        process.kill()
+        process.wait()
+        os.close(main)
     assert b"\x1b[1A" in shown or b"\x1b[2K" in shown  # it goes up, and writes over the lines before
     assert b"behind: rank 77" in shown
 
