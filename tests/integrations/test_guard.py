@@ -371,3 +371,30 @@ def test_participants_that_are_no_ranks_leave_torch_as_it_is() -> None:
     ):  # type: ignore[list-item]
         pass
     assert [getattr(dist, name) for name in names] == before
+
+
+def path_of_rank_0(path: str) -> str:
+    """Take the path that rank 0 gives, as Lightning does."""
+    given = [path]
+    dist.broadcast_object_list(given, src=0)
+    return given[0]
+
+
+def loads_a_path_of_its_own(rank: int) -> list[str]:
+    from holdfast._integrations.frameworks import FRAMEWORKS, replacements_of
+    from holdfast._integrations.settings import Settings
+
+    found = []
+    for framework in FRAMEWORKS:
+        if "lightning" in framework.name:
+            guards = replacements_of(framework, Settings(job=holdfast.Job(timeout=20)))
+            load = next(guard for guard in guards if guard.name == "Fabric.load").make(path_of_rank_0)
+            found.append(load(f"/local/{rank}/checkpoint"))
+    return found
+
+
+def test_ranks_of_lightning_may_give_different_paths() -> None:
+    """Each has a temporary folder or a time of its own in it; rank 0's counts. To tell calls apart by it
+    would end a healthy job."""
+    with ProcessWorld(2) as world:
+        assert world.run(loads_a_path_of_its_own) == [["/local/0/checkpoint"] * 2] * 2

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
+from types import UnionType
 
 from holdfast._integrations import torch_checkpoint, trainers
 from holdfast._integrations.deepspeed import engine as deepspeed
@@ -37,6 +38,8 @@ class Framework:
     replacements: Callable[[Settings], Iterator[Replacement]] = lambda settings: iter(())
     uses: tuple[str, ...] = ()
     """Frameworks that it calls; `install` changes them, too."""
+    sends_paths: bool = False
+    """Whether ranks may give a guarded function different paths, because it takes that of rank 0."""
 
 
 def _verl(settings: Settings) -> Iterator[Replacement]:
@@ -179,6 +182,7 @@ FRAMEWORKS = (
         "lightning",
         guards=trainers.of_lightning("lightning.fabric", "lightning.pytorch"),
         uses=("torch-dcp",),
+        sends_paths=True,
     ),
     Framework(
         "pytorch-lightning",
@@ -186,6 +190,7 @@ FRAMEWORKS = (
         "pytorch_lightning",
         guards=trainers.of_lightning("lightning_fabric", "pytorch_lightning"),
         uses=("torch-dcp",),
+        sends_paths=True,
     ),
 )
 TELLING_APART = (
@@ -215,16 +220,23 @@ NAMES = tuple(framework.name for framework in FRAMEWORKS)
 def replacements_of(framework: Framework, settings: Settings) -> list[Replacement]:
     replacements = [item for item in framework.replacements(settings) if settings.is_on(item.part)]
     if settings.guard:
-        replacements += [guard_of(place, settings) for place in framework.guards]
+        replacements += [
+            guard_of(place, settings, paths=not framework.sends_paths) for place in framework.guards
+        ]
     return replacements
 
 
 def guard_of(
-    place: str, settings: Settings, optional: bool = True, reached: Callable[[str], None] = lambda place: None
+    place: str,
+    settings: Settings,
+    optional: bool = True,
+    reached: Callable[[str], None] = lambda place: None,
+    paths: bool = True,
 ) -> Replacement:
     """Make the replacement that guards a function, `module:qualified name`: waits inside have deadlines.
 
-    reached: what each call of the function calls first, with its dotted name.
+    reached: what each call of the function calls first, with its dotted name. paths: whether all ranks give
+        the same path, so that it tells one call from another.
     """
     module, _, name = place.partition(":")
 
@@ -232,9 +244,8 @@ def guard_of(
         @wraps(function)
         def call(*args: object, **named: object) -> object:
             reached(f"{module}.{name}")
-            with guarded(
-                name, call=_told_apart(function, args, named), like_stock=True, job=settings.of_a_guard()
-            ):
+            told = _told_apart(function, args, named, int | str | os.PathLike if paths else int)
+            with guarded(name, call=told, like_stock=True, job=settings.of_a_guard()):
                 return function(*args, **named)
 
         return call
@@ -242,8 +253,16 @@ def guard_of(
     return Replacement(module, name, "guard", make, optional=optional)
 
 
-def _told_apart(function: Callable[..., object], args: tuple[object, ...], named: dict[str, object]) -> str:
-    """Return a text that differs from call to call and is the same on all ranks; "" if there is none."""
+def _told_apart(
+    function: Callable[..., object],
+    args: tuple[object, ...],
+    named: dict[str, object],
+    kinds: type | UnionType,
+) -> str:
+    """Return a text that differs from call to call and is the same on all ranks; "" if there is none.
+
+    kinds: classes of such values.
+    """
     try:
         given = inspect.signature(function).bind(*args, **named).arguments
     except (TypeError, ValueError):  # the function itself raises the error for its arguments
@@ -253,6 +272,6 @@ def _told_apart(function: Callable[..., object], args: tuple[object, ...], named
         value = given.get(first)
         for attribute in attributes:
             value = getattr(value, attribute, None)
-        if isinstance(value, int | str | os.PathLike):
+        if isinstance(value, kinds):
             return f"{path}={value}"
     return ""
