@@ -16,6 +16,7 @@ import pytest
 import holdfast
 from holdfast._integrations.frameworks import FRAMEWORKS
 from tests.docs.pages import RECIPES, ROOT, code, text, without_code
+from tests.docs.shell import environment, run_commands
 from tests.support.processes import ProcessWorld
 
 SECTIONS = (
@@ -66,17 +67,6 @@ from holdfast import megatron
 import sys
 megatron.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0)), "kind": "actor"}, sys.argv[1])
 """
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Of a shell in which `holdfast` is installed for the Python that runs the tests."""
-    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        **more,
-    }
 
 
 def python(program: str, *args: str, cwd: Path, **more: str) -> str:
@@ -180,17 +170,8 @@ def test_commands_on_a_recipe_run(page: str, block: str, checkpoint: Path, tmp_p
     (tmp_path / "program.py").write_text(
         "import torch, holdfast\nassert holdfast.installed()\nprint('installed')\n"
     )
-    done = subprocess.run(
-        ["bash", "-e", "-c", block],
-        env=environment(),
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert ("program.py" in block) == ("installed" in done.stdout)
+    printed = run_commands(block, tmp_path)
+    assert ("program.py" in block) == ("installed" in printed)
     for target in re.findall(r"^holdfast export torch_dist \S+ (\S+)", block, re.MULTILINE):
         assert (tmp_path / target / ".metadata").exists()
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.docs.pages import ROOT, blocks, text
+from tests.docs.pages import blocks, text
+from tests.docs.shell import run_commands
 from tests.support.browser import data_of
 
 SCRIPT = """
@@ -23,20 +21,9 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     (block,) = (block for block in blocks(text("docs/report.md")) if "test_report" in block.elsewhere)
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "run").mkdir()
-    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-e", "-c", block.code],
-        env={**os.environ, "PATH": path, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "run: 2 ranks, " in done.stdout
-    assert "last save  save of step 1, " in done.stdout
+    printed = run_commands(block.code, tmp_path)
+    assert "run: 2 ranks, " in printed
+    assert "last save  save of step 1, " in printed
     data = data_of((tmp_path / "report.html").read_text())
     assert [(call["title"], call["outcome"], call["ranks"]) for call in data["calls"] if call["bytes"]] == [
         ("save of step 1", "committed", 2)

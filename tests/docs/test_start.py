@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.docs.pages import ROOT, blocks, text
+from tests.docs.pages import blocks, text
+from tests.docs.shell import run_commands
 
 
 def test_the_first_job_of_several_ranks(tmp_path: Path) -> None:
@@ -15,24 +14,9 @@ def test_the_first_job_of_several_ranks(tmp_path: Path) -> None:
     script, commands = here
     assert (script.language, commands.language) == ("python", "sh")
     (tmp_path / "train.py").write_text(script.code)
-    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        ["bash", "-e", "-c", commands.code],
-        env={
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": paths,
-            "OMP_NUM_THREADS": "1",
-        },
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "from step 0 on, ranks: 2" in done.stdout
-    assert "from step 10 on, ranks: 1" in done.stdout
+    printed = run_commands(commands.code, tmp_path)
+    assert "from step 0 on, ranks: 2" in printed
+    assert "from step 10 on, ranks: 1" in printed
     assert sorted(os.listdir(tmp_path / "sharded"))[-3:] == [
         "step-00000010",
         "step-00000015",

@@ -97,15 +97,16 @@ def stopped(job: Job) -> None:
 
 def with_a_lock(job: Job) -> None:
     """Another thread of the rank has the lock that its main thread wants."""
-    lock = threading.Lock()
+    lock, is_held = threading.Lock(), threading.Event()
 
     def hold() -> None:
         with lock:
+            is_held.set()
             time.sleep(LONG)
 
     if job.is_odd:
         threading.Thread(target=hold, daemon=True).start()
-        time.sleep(0.1)
+        assert is_held.wait(LONG)
         with lock:
             pass
     all_reduce(job.train)
@@ -113,11 +114,11 @@ def with_a_lock(job: Job) -> None:
 
 def in_a_deadlock(job: Job) -> None:
     """Two threads of a rank hold a lock each, and want that of the other."""
-    one, other = threading.Lock(), threading.Lock()
+    one, other, are_held = threading.Lock(), threading.Lock(), threading.Barrier(2, timeout=LONG)
 
     def take_both(first: threading.Lock, second: threading.Lock) -> None:
         with first:
-            time.sleep(0.2)
+            are_held.wait()
             with second:
                 pass
 

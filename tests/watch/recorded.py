@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import events
+from tests.watch.fault_jobs import compute
 
 LATE = 3
 """The rank that comes late."""
@@ -41,15 +42,3 @@ def recorded(rank: int, folder: str) -> None:
             run.restore(state)
     finally:
         holdfast.uninstall()
-
-
-def compute(seconds: float) -> None:
-    """Work of many steps: two looks seldom find it at one line."""
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        time.sleep(0.01)
-        time.sleep(0.02)
-        time.sleep(0.03)
-        time.sleep(0.01)
-        time.sleep(0.02)
-        time.sleep(0.03)

@@ -37,8 +37,7 @@ from tests.watch.recorded import LATE, recorded
 from tests.watch.runs import GONE, HOSTILE, SLOW, STUCK, simulated
 
 OTHERS = "ranks 0-2, 4-7"
-LATE_IS_NAMED = r"(late|stuck) \(80%, by stacks\): rank 3: "
-"""On a busy machine another rank looks at it, only twice, and may find it at one line."""
+LATE_IS_NAMED = r"late \(80%, by stacks\): rank 3: "
 
 
 def command(*arguments: object) -> Result:
