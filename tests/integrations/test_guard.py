@@ -384,17 +384,17 @@ def loads_a_path_of_its_own(rank: int) -> list[str]:
     from holdfast._integrations.frameworks import FRAMEWORKS, replacements_of
     from holdfast._integrations.settings import Settings
 
-    found = []
-    for framework in FRAMEWORKS:
-        if "lightning" in framework.name:
-            guards = replacements_of(framework, Settings(job=holdfast.Job(timeout=20)))
-            load = next(guard for guard in guards if guard.name == "Fabric.load").make(path_of_rank_0)
-            found.append(load(f"/local/{rank}/checkpoint"))
-    return found
+    settings = Settings(job=holdfast.Job(timeout=20))
+    return [
+        guard.make(path_of_rank_0)(f"/local/{rank}/checkpoint")
+        for framework in FRAMEWORKS
+        for guard in replacements_of(framework, settings)
+        if guard.name in ("Fabric.load", "Accelerator.load_state")
+    ]
 
 
-def test_ranks_of_lightning_may_give_different_paths() -> None:
-    """Each has a temporary folder or a time of its own in it; rank 0's counts. To tell calls apart by it
-    would end a healthy job."""
+def test_ranks_of_a_trainer_may_give_different_paths() -> None:
+    """Each has a temporary folder, a time or a disk of its own in it. To tell calls apart by it would end a
+    healthy job."""
     with ProcessWorld(2) as world:
-        assert world.run(loads_a_path_of_its_own) == [["/local/0/checkpoint"] * 2] * 2
+        assert world.run(loads_a_path_of_its_own) == [["/local/0/checkpoint"] * 3] * 2

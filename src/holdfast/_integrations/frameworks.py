@@ -38,8 +38,9 @@ class Framework:
     replacements: Callable[[Settings], Iterator[Replacement]] = lambda settings: iter(())
     uses: tuple[str, ...] = ()
     """Frameworks that it calls; `install` changes them, too."""
-    sends_paths: bool = False
-    """Whether ranks may give a guarded function different paths, because it takes that of rank 0."""
+    paths_differ: bool = False
+    """Whether ranks may give a guarded function different paths: it takes rank 0's, or each host has a disk
+    of its own. So paths don't tell one call from another."""
 
 
 def _verl(settings: Settings) -> Iterator[Replacement]:
@@ -167,7 +168,14 @@ FRAMEWORKS = (
         uses=("torch-dcp",),
     ),
     Framework("deepspeed", "deepspeed", "deepspeed", replacements=deepspeed.replacements),
-    Framework("accelerate", "accelerate", "accelerate", guards=trainers.ACCELERATE, uses=("torch-dcp",)),
+    Framework(
+        "accelerate",
+        "accelerate",
+        "accelerate",
+        guards=trainers.ACCELERATE,
+        uses=("torch-dcp",),
+        paths_differ=True,
+    ),
     Framework(
         "transformers",
         "transformers",
@@ -175,6 +183,7 @@ FRAMEWORKS = (
         guards=trainers.TRANSFORMERS,
         replacements=trainers.of_transformers,
         uses=("accelerate", "torch-dcp"),
+        paths_differ=True,
     ),
     Framework(
         "lightning",
@@ -182,7 +191,7 @@ FRAMEWORKS = (
         "lightning",
         guards=trainers.of_lightning("lightning.fabric", "lightning.pytorch"),
         uses=("torch-dcp",),
-        sends_paths=True,
+        paths_differ=True,
     ),
     Framework(
         "pytorch-lightning",
@@ -190,7 +199,7 @@ FRAMEWORKS = (
         "pytorch_lightning",
         guards=trainers.of_lightning("lightning_fabric", "pytorch_lightning"),
         uses=("torch-dcp",),
-        sends_paths=True,
+        paths_differ=True,
     ),
 )
 TELLING_APART = (
@@ -221,7 +230,7 @@ def replacements_of(framework: Framework, settings: Settings) -> list[Replacemen
     replacements = [item for item in framework.replacements(settings) if settings.is_on(item.part)]
     if settings.guard:
         replacements += [
-            guard_of(place, settings, paths=not framework.sends_paths) for place in framework.guards
+            guard_of(place, settings, paths=not framework.paths_differ) for place in framework.guards
         ]
     return replacements
 
