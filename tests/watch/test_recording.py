@@ -7,22 +7,22 @@ import threading
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 import holdfast
 from holdfast import _recording, events
 from holdfast._recording import BEGUN, LOST, Line
+from holdfast._watch.event_log import read_events
 from tests.support.waiting import wait_until
 
 ALONE = holdfast.Job(no_dist=True)
 
 
-def lines(folder: Path) -> list[Line]:
-    decode = msgspec.json.Decoder(Line).decode
-    files = [folder / "events" / f"rank-0{old}.jsonl" for old in (".old", "")]
-    return [decode(text) for file in files if file.exists() for text in file.read_bytes().splitlines()]
+def lines(run: Path) -> list[Line]:
+    logs = read_events(str(run))
+    assert logs.skipped == 0
+    return logs.ranks.get(0, [])
 
 
 def test_a_save_and_phases_are_recorded_in_order(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -38,31 +39,33 @@ def read_events(run: str, in_all: int = IN_ALL) -> EventLogs:
     folder = os.path.join(run, EVENTS)
     try:
         names = os.listdir(folder) if os.path.isdir(folder) else []
-        files: dict[int, list[str]] = {}
-        for name in sorted(names, key=lambda name: ".old." not in name):  # the older file first
-            if (found := _FILE.fullmatch(name)) is not None and int(found[1]) < RANKS:
-                files.setdefault(int(found[1]), []).append(os.path.join(folder, name))
+        found = (_FILE.fullmatch(name) for name in names)
+        ranks = sorted({int(one[1]) for one in found if one is not None and int(one[1]) < RANKS})
         logs, skipped = {}, 0
-        for rank, paths in sorted(files.items()):
-            logs[rank], wrong = _read(paths, in_all // len(files))
+        for rank in ranks:
+            logs[rank], wrong = _read(os.path.join(folder, f"rank-{rank}"), in_all // len(ranks))
             skipped += wrong
     except OSError as error:
         raise BadInput(f"The event logs in {folder} can't be read: {error.strerror}.") from None
     return EventLogs(logs, skipped)
 
 
-def _read(paths: list[str], most: int) -> tuple[list[Line], int]:
-    """Return the newest lines of one rank, and how many of them are none."""
-    data = b""
-    for path in reversed(paths):
+def _read(start: str, most: int) -> tuple[list[Line], int]:
+    """Return the newest lines of one rank, and how many of them are none. start: of its files' paths."""
+    data, read = b"", set()
+    for path in (f"{start}.jsonl", f"{start}.old.jsonl"):  # the first becomes the second, also meanwhile
         room = most - len(data)
-        # A pipe in its place would wait for a writer.
-        if room > 0 and stat.S_ISREG(os.stat(path).st_mode):
+        with suppress(FileNotFoundError):
+            if room <= 0 or not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would wait for a writer
+                continue
             with open(path, "rb") as file:
+                if (number := os.fstat(file.fileno()).st_ino) in read:
+                    continue
+                read.add(number)
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(size - room, 0))
                 part = file.read(room)
-                data = (part if size <= room else part.partition(b"\n")[2]) + data
+            data = (part if size <= room else part.partition(b"\n")[2]) + data
     lines, skipped = [], 0
     decode = msgspec.json.Decoder(Line).decode
     for text in data[: data.rfind(b"\n") + 1].splitlines():  # the last one may be half written
