@@ -9,15 +9,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import holdfast
 from holdfast._deadline import Deadline
+from holdfast._format.index import Index
 from holdfast._protocol.call import begin_call
 from holdfast._roster.memory import MemoryRoster
 from holdfast._saving import commit
@@ -27,7 +30,14 @@ from holdfast._saving.request import SaveRequest
 from holdfast._state.flatten import flatten
 from holdfast._store import filesystem
 from holdfast._store.local import LocalStore
-from holdfast.errors import CommitUnconfirmed, Conflict, DeadlineExceeded, HoldfastError, SaveFailed
+from holdfast.errors import (
+    CommitUnconfirmed,
+    Conflict,
+    CorruptCheckpoint,
+    DeadlineExceeded,
+    HoldfastError,
+    SaveFailed,
+)
 from holdfast.testing import ManualClock, MemoryStore
 from tests.protocol.test_protocol import ranks
 from tests.store.faults import FOREVER, Faults
@@ -260,6 +270,52 @@ def test_files_are_read_back_in_one_piece_each_and_together_where_storage_is_slo
     back = {name: torch.zeros(4) for name in tensors}
     holdfast.load(back, store, job=holdfast.Job(no_dist=True))
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+def test_the_committers_own_index_is_known_as_it_would_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are compared with those in storage, and not taken apart again."""
+    compared = []
+    real = Commit.prepare
+
+    def prepare(self: Commit, written: dict[int, Any]) -> None:
+        for name, (sealed, columns) in self.own.items():
+            read = Index(lambda start, length, held=sealed: held[start : start + length], len(sealed), name)  # type: ignore[misc]
+            assert not len(columns.late_tensor)
+            for field in fields(columns):
+                if "late" in field.name:  # a file without any leaves these columns out
+                    continue
+                mine, theirs = getattr(columns, field.name), getattr(read.embedded(), field.name)
+                assert np.array_equal(mine, theirs), field.name
+            compared.append(name)
+        real(self, written)
+
+    monkeypatch.setattr(Commit, "prepare", prepare)
+    weight = torch.ones(3, 4)
+    tensors = {"w": weight, "tied": weight, "empty": torch.ones(0, 2), "scalar": torch.tensor(1.0), "n": 7}
+    options = holdfast.Options(max_file_bytes=20, fingerprint=True)
+    holdfast.save(tensors, MemoryStore(), job=holdfast.Job(no_dist=True, options=options))
+    assert len(compared) == 2
+
+
+def test_an_index_that_storage_has_changed_is_found_in_the_commit() -> None:
+    class Flips(MemoryStore):
+        """Storage that changes the last byte of each data file."""
+
+        def open(self, path: str) -> Any:
+            reader = super().open(path)
+            if path.startswith("data/"):
+                real, size = reader.read, reader.size
+
+                def read(start: int, length: int) -> bytes:
+                    data = bytearray(real(start, length))
+                    data[size - 1 - start] ^= 1
+                    return bytes(data)
+
+                reader.read = read  # type: ignore[method-assign]
+            return reader
+
+    with pytest.raises(CorruptCheckpoint, match="embedded index"):
+        holdfast.save({"w": torch.ones(4)}, Flips(), job=holdfast.Job(no_dist=True))
 
 
 def test_a_save_after_ctrl_c_waits_for_what_storage_still_does(

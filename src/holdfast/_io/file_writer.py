@@ -34,6 +34,8 @@ About = dict[str, Any]
 """Metadata of a data file: attempt, step, grid, notes, ranks. JSON values."""
 Witnessed = dict[tuple[int, bytes], tuple[int, int]]
 """(block, digest) of witnesses, by `witness_key`."""
+Indexes = dict[str, tuple[bytes, Columns]]
+"""The embedded index of each data file, by its name: as it was written, and what it says."""
 
 
 def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
@@ -69,6 +71,8 @@ class WriteRequest(NamedTuple):
     """Write just the file of this number."""
     earlier: Earlier | None = None
     """The save whose bytes are linked where they have not changed."""
+    indexes: Indexes | None = None
+    """Receives the embedded index of each file."""
 
 
 def write_files(request: WriteRequest) -> list[WrittenFile]:
@@ -173,7 +177,10 @@ def _write_file(
     columns.digests[:] = reordered(digests, counts, source)
     if first:
         _fill_witnesses(columns, table, plan, request.witnessed, request.progress)
-    writer.write_at(index_start, [embedded.sealed()])
+    sealed = embedded.sealed()
+    writer.write_at(index_start, [sealed])
+    if request.indexes is not None:
+        request.indexes[name] = (sealed, columns)
     end = index_start + embedded.nbytes
     return WrittenFile(name, end, index_start, embedded.nbytes, tuple(linked.names))
 

@@ -90,6 +90,7 @@ class DirectSink:
                 job.options,
                 job.operation.progress,
                 earlier=job.earlier(),
+                indexes=None if job.commit is None else job.commit.own,
             )
         )
 
