@@ -51,7 +51,8 @@ def best(call: Callable[[], object], reps: int) -> float:
 def of_tensors(sizes: list[int]) -> list[Law]:
     """Plan a save, commit it, and plan a load, of as many small tensors on one rank."""
     from bench.scale import FP32, Nowhere, merge_ranks, planned
-    from holdfast._format.index import Index, encode
+    from holdfast._format.index import Index
+    from holdfast._format.index_layout import encode
     from holdfast._io.file_reader import plan_read
     from holdfast._layout.box import whole
     from holdfast._layout.tensor import TensorSpec
@@ -96,7 +97,8 @@ def of_tensors(sizes: list[int]) -> list[Law]:
 def of_ranks(sizes: list[int]) -> Law:
     """Commit eight tensors that are sharded by rows over all ranks, and a replica of a ninth."""
     from bench.scale import FP32, Nowhere, planned
-    from holdfast._format.index import Index, encode
+    from holdfast._format.index import Index
+    from holdfast._format.index_layout import encode
     from holdfast._layout.box import Box
     from holdfast._layout.tensor import TensorSpec
     from holdfast._plan.merge import Merger

@@ -18,7 +18,8 @@ import numpy as np
 
 from bench.shapes import ADAM, DEEPSEEK_V3_671B, QWEN3_30B_A3B, Catalog, Model, catalog
 from holdfast._format.columns import Columns
-from holdfast._format.index import Index, encode
+from holdfast._format.index import Index
+from holdfast._format.index_layout import encode
 from holdfast._io.file_writer import embedded_columns
 from holdfast._layout.box import whole
 from holdfast._layout.tensor import CODE_OF, TensorSpec

@@ -10,7 +10,7 @@ import torch
 
 import holdfast
 from holdfast._format.columns import Columns, pad
-from holdfast._format.index import encode
+from holdfast._format.index_layout import encode
 from holdfast._format.names import data_file
 from holdfast._layout.tensor import dtype_code
 from holdfast._roster.memory import MemoryRoster

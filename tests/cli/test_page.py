@@ -117,7 +117,7 @@ def test_more_names_than_a_page_holds_are_in_the_sums(tmp_path: Path) -> None:
 
 
 def test_forged_numbers_make_no_large_page(large: Path, tmp_path: Path) -> None:
-    from holdfast._format.index import encode
+    from holdfast._format.index_layout import encode
 
     with open_index(open_store(large)) as index:
         columns = index.select()

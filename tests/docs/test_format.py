@@ -20,7 +20,7 @@ import holdfast
 from holdfast._format.columns import FINGERPRINTS, LATE
 from holdfast._format.container import Header, read_header
 from holdfast._format.digest import block_sizes
-from holdfast._format.index import FENCE
+from holdfast._format.index_layout import FENCE
 from holdfast._format.index_pages import PAGE
 from holdfast._format.names import FORMAT, NARROW, SHARED
 from holdfast._layout.tensor import DTYPES

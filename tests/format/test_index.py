@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from holdfast._format.columns import SPECS, Columns, pad, unpad
 from holdfast._format.container import read_header
 from holdfast._format.digest import digest, digest_many
-from holdfast._format.index import FENCE, Index, encode
+from holdfast._format.index import Index
+from holdfast._format.index_layout import FENCE, encode
 from holdfast._format.index_pages import PAGE
 from holdfast._layout.tensor import OBJECT
 from holdfast.errors import CorruptCheckpoint

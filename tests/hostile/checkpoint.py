@@ -13,7 +13,8 @@ import torch
 import holdfast
 from holdfast import Options, PerRank, Shard
 from holdfast._format.columns import Columns
-from holdfast._format.index import Index, encode
+from holdfast._format.index import Index
+from holdfast._format.index_layout import encode
 from holdfast.errors import HoldfastError
 
 SHAPE = (96, 40)

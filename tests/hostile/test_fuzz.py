@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 
 from holdfast._format import objects, torch_dist
 from holdfast._format.digest import digest
-from holdfast._format.index import encode
+from holdfast._format.index_layout import encode
 from holdfast._format.tensor_archive import Chunk, ChunkLocation, locate
 from holdfast.errors import CorruptCheckpoint, HoldfastError, LoadFailed
 from tests.format.indexes import build, everything

@@ -42,6 +42,12 @@ class Framework:
         dist.barrier(group=groups[(rank // 2 + 1) % 4])  # of others: nothing happens, as with the collective
         return [everyone, told, some, both]
 
+    def save_own(self, path: str) -> list[Any]:
+        dist.barrier()
+        everyone: list[Any] = [None] * 8
+        dist.all_gather_object(everyone, path)
+        return everyone
+
 
 def guarded_job(rank: int) -> tuple[list[Any], list[str], bool]:
     import holdfast
@@ -70,6 +76,21 @@ def test_they_do_what_the_collectives_do(mcore_world: ProcessWorld) -> None:
         assert "barrier" not in seen
         assert {"all_gather_object", "broadcast_object_list", "gather_object"} <= set(seen)
         assert put_back
+
+
+def own_paths_job(rank: int) -> list[Any]:
+    import holdfast
+
+    here = "tests.integrations.test_guard.Framework"
+    holdfast.install(job=holdfast.Job(timeout=20, stall_timeout=5), guard=[f"{here}.save_own"])
+    try:
+        return Framework().save_own(f"rank-{rank}.pt")
+    finally:
+        holdfast.uninstall()
+
+
+def test_each_rank_may_give_a_guarded_function_a_path_of_its_own(mcore_world: ProcessWorld) -> None:
+    assert mcore_world.run(own_paths_job) == [[f"rank-{rank}.pt" for rank in range(8)]] * 8
 
 
 def tensors_job(rank: int) -> tuple[list[Any], str]:

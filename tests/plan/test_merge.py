@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast._format.columns import Columns, pad
 from holdfast._format.digest import digest_many
-from holdfast._format.index import encode
+from holdfast._format.index_layout import encode
 from holdfast._layout.box import Box, whole
 from holdfast._layout.tensor import CODE_OF, OBJECT
 from holdfast._plan.agreement import check_vanished

@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
 import holdfast.dcp as dcp
-from holdfast._format.index import Index, encode
+from holdfast._format.index import Index
+from holdfast._format.index_layout import encode
 from holdfast._format.names import FORMAT, NARROW, SHARED
 from holdfast._io.index_file import open_index
 from holdfast._maintenance.inspect import Checkpoint, describe

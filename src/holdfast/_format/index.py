@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import islice, repeat
 from operator import lt
-from typing import NamedTuple
 
 import numpy as np
 
@@ -32,7 +31,6 @@ from holdfast._format.columns import (
     SPECS,
     Array,
     Columns,
-    ColumnSpec,
     ascending,
     check_rows,
     expand_ranges,
@@ -40,8 +38,9 @@ from holdfast._format.columns import (
     possible_late,
     tied_rows,
 )
-from holdfast._format.container import Header, Read, encode_header, read_header
-from holdfast._format.digest import digest, digest_many, hex_digest
+from holdfast._format.container import Header, Read, read_header
+from holdfast._format.digest import digest, hex_digest
+from holdfast._format.index_layout import FENCE, NUMPY, PLAIN, STORED, TAGS
 from holdfast._format.index_pages import PAGE, Spans, open_pages
 from holdfast._format.limits import (
     INDEX_BYTES,
@@ -51,127 +50,18 @@ from holdfast._format.limits import (
     in_bounded_memory,
 )
 from holdfast._format.names import FORMAT, NARROW, SHARED, is_data_file
-from holdfast._values import Buffer, shortened
-from holdfast.errors import BadInput, CorruptCheckpoint
+from holdfast._values import shortened
+from holdfast.errors import CorruptCheckpoint
 
 SMALL = 16 * PAGE
 """Bytes of an index that is read whole: a query would read most of its pages one by one."""
 LARGE = 16 << 20
 """Bytes of an index up to which it is read whole if all of it is used. A larger one is read in parts, so that
 its header is checked first."""
-FENCE = 256
-"""Every 256th name is in the fence, which is read whole; other names are read page by page."""
-
-_HEADER_ROOM = 64 << 10
-"""Bytes of an index's header, besides the metadata."""
-
-_TAGS = {"<i8": "I64", "<u8": "U64", "<i4": "I32", "<u4": "U32", "<u2": "U16", "|u1": "U8"}
-_NUMPY = {tag: np.dtype(code) for code, tag in _TAGS.items()}
-
-
-def _heap(names: Sequence[str]) -> tuple[Array, Array]:
-    text = "".join(names)
-    coded = text.encode()
-    # Of most checkpoints, a character is a byte; then no name is encoded by itself.
-    lengths = map(len, names if len(coded) == len(text) else map(str.encode, names))
-    ends = np.cumsum(np.fromiter(lengths, np.int64, len(names)), dtype="<i8")
-    return np.frombuffer(coded, "u1"), ends
-
-
-_PLAIN = tuple(name for name in SPECS if name not in (*LATE, *FINGERPRINTS))
-_TEXT, _ENDS = ColumnSpec("", np.dtype("u1"), False), ColumnSpec("", np.dtype("<i8"), False)
-_OF_TENSOR = ("name_end", *(name for name in _PLAIN if SPECS[name].rows == "T"))
-_OF_CHUNK = tuple(name for name in _PLAIN if SPECS[name].rows == "C")
+_OF_TENSOR = ("name_end", *(name for name in PLAIN if SPECS[name].rows == "T"))
+_OF_CHUNK = tuple(name for name in PLAIN if SPECS[name].rows == "C")
 _OF_FILE = ("file_names", "file_end", "file_size", "file_rank")
-_STORED = SPECS | {
-    "names": _TEXT,
-    "name_end": _ENDS._replace(rows="T"),
-    "fence": _TEXT,
-    "fence_end": _ENDS._replace(rows="fence"),
-    "file_names": _TEXT,
-    "file_end": _ENDS._replace(rows="F"),
-}
-"""All columns of an index file. Names are stored as one text, and a column of the ends of each name."""
-_ALWAYS = tuple(name for name in _STORED if name not in (*LATE, *FINGERPRINTS))
-
-
-def _narrowed(values: Array) -> Array:
-    """Return whole numbers in the narrowest type that holds them; as they are if some are negative."""
-    if values.dtype.kind != "i" or not values.size:
-        return values
-    largest = int(values.view(f"<u{values.itemsize}").max())  # of a negative number above all others
-    return values if largest >= 1 << 32 else values.astype(np.min_scalar_type(largest))
-
-
-class LaidOut(NamedTuple):
-    """An index file whose columns may still be filled in: their place is fixed, their numbers are not."""
-
-    header: bytes
-    parts: list[Buffer]
-    """The columns in their order, which are its body."""
-    body: int
-    """Bytes of the body."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file."""
-        return len(self.header) + self.body + 8 * -(-self.body // PAGE) + 16
-
-    def sealed(self) -> bytes:
-        """Return the bytes of the file, with the columns as they are now."""
-        body = memoryview(b"".join(self.parts))
-        pages = np.asarray([digest(body[i : i + PAGE]) for i in range(0, len(body), PAGE)], "<u8")
-        # The seal covers every byte before it: the header itself and, through the page digests, the body. The
-        # digest of the seal names this version.
-        seal = np.asarray([digest(self.header), digest_many(pages)], "<u8")
-        return b"".join((self.header, body, pages.tobytes(), seal.tobytes()))
-
-
-def encode(columns: Columns, metadata: dict[str, object], narrow: bool = False) -> bytes:
-    """Return the bytes of an index file. The arguments are those of `lay_out`."""
-    return lay_out(columns, metadata, narrow).sealed()
-
-
-def lay_out(columns: Columns, metadata: dict[str, object], narrow: bool = False) -> LaidOut:
-    """Lay out an index file; `metadata` is JSON (step, grid, time, versions, notes).
-
-    narrow: whole numbers take as few bytes as they need, so the place of a column depends on them. Without
-    it the parts are the columns themselves, as far as those are contiguous.
-    """
-    about = json.dumps(metadata)
-    # `about` is stored as a JSON text inside of a JSON header: it is measured as it will be there, with its
-    # quotes escaped a second time.
-    if len(json.dumps(about, ensure_ascii=False).encode()) > INDEX_HEADER_BYTES - _HEADER_ROOM:
-        raise BadInput(
-            f"The notes and the grid of a checkpoint take {len(about)} bytes in its index, which is read "
-            f"whole whenever it is opened; there is room for {INDEX_HEADER_BYTES - _HEADER_ROOM}.",
-            hint="Keep less in the notes, or save it as a part of the state.",
-        )
-    arrays: dict[str, Array] = {}
-    arrays["names"], arrays["name_end"] = _heap(columns.names)
-    arrays["fence"], arrays["fence_end"] = _heap(columns.names[::FENCE])
-    arrays["file_names"], arrays["file_end"] = _heap(columns.file_names)
-    late = LATE if len(columns.late_tensor) else ()
-    for name in (*_PLAIN, *late, *(FINGERPRINTS if len(columns.fingerprint_first) else ())):
-        arrays[name] = np.ascontiguousarray(getattr(columns, name))
-    if narrow:
-        arrays = {name: _narrowed(array) for name, array in arrays.items()}
-    # Safetensors forbids gaps. With the widest elements first, every column is aligned without any.
-    order = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
-    # Aligns the page digests, which follow.
-    arrays["padding"] = np.zeros(-sum(array.nbytes for array in arrays.values()) % 8, "u1")
-    order.append("padding")
-    entries, start = [], 0
-    for name in order:
-        array = arrays[name]
-        entries.append((name, _TAGS[array.dtype.str], array.shape, start, start + array.nbytes))
-        start += array.nbytes
-    pages = -(-start // PAGE)
-    entries.append(("pages", "U64", (pages,), start, start + 8 * pages))
-    entries.append(("seal", "U64", (2,), start + 8 * pages, start + 8 * pages + 16))
-    version = SHARED if columns.shared else NARROW if narrow else FORMAT
-    described = {"format": version, "dims": str(columns.dims), "about": about}
-    return LaidOut(encode_header(entries, described), [arrays[name] for name in order], start)
+_ALWAYS = tuple(name for name in STORED if name not in (*LATE, *FINGERPRINTS))
 
 
 class Index:
@@ -247,15 +137,15 @@ class Index:
         self._fingerprints = FINGERPRINTS if any(name in rows for name in FINGERPRINTS) else ()
         # Other columns are ignored: a later version may add some (docs/format.md, Versions).
         for name in (*_ALWAYS, *self._late, *self._fingerprints):
-            entry, spec = self._header.entries[name], _STORED[name]
+            entry, spec = self._header.entries[name], STORED[name]
             count, wide = entry.shape[0], (self.dims,) if spec.wide else ()
             start, stop = entry.data_offsets
             narrow = self._narrow and spec.dtype.kind == "i" and entry.dtype in ("U8", "U16", "U32")
             if (
-                (entry.dtype != _TAGS[spec.dtype.str] and not narrow)
+                (entry.dtype != TAGS[spec.dtype.str] and not narrow)
                 # A wide column without rows has the shape (0, 1), whatever d is (`columns._column`).
                 or (entry.shape[1:] != wide and entry.shape != (0, 1))
-                or stop - start != count * math.prod(wide) * _NUMPY[entry.dtype].itemsize
+                or stop - start != count * math.prod(wide) * NUMPY[entry.dtype].itemsize
                 or count != counts.get(spec.rows, count)
                 or stop > len(self._pages.content)
             ):
@@ -264,7 +154,7 @@ class Index:
     def _width(self, name: str) -> int:
         """Return the bytes of a row of a column."""
         entry = self._header.entries[name]
-        return _NUMPY[entry.dtype].itemsize * math.prod(entry.shape[1:])
+        return NUMPY[entry.dtype].itemsize * math.prod(entry.shape[1:])
 
     def _check_range(self, name: str, start: int, stop: int) -> None:
         rows = self._rows[name]
@@ -281,8 +171,8 @@ class Index:
         self._check_range(name, start, stop)
         low = entry.data_offsets[0]
         data = self._pages.between(low + start * step, low + stop * step)
-        values = data.view(_NUMPY[entry.dtype]).reshape(stop - start, *entry.shape[1:])
-        return values.astype(_STORED[name].dtype, copy=False)
+        values = data.view(NUMPY[entry.dtype]).reshape(stop - start, *entry.shape[1:])
+        return values.astype(STORED[name].dtype, copy=False)
 
     def column_rows(self, name: str, rows: Array | None) -> Array:
         """Return some rows (ascending) of a column, or all; read only the pages that contain them."""
@@ -294,8 +184,8 @@ class Index:
         self._pages.require([self._span(name, rows)])
         entry = self._header.entries[name]
         content = self._pages.content[slice(*entry.data_offsets)]
-        values = content.view(_NUMPY[entry.dtype]).reshape(entry.shape)[rows]
-        return values.astype(_STORED[name].dtype, copy=False)
+        values = content.view(NUMPY[entry.dtype]).reshape(entry.shape)[rows]
+        return values.astype(STORED[name].dtype, copy=False)
 
     def _span(self, name: str, rows: Array, before: bool = False) -> Spans:
         """Return where rows (ascending) of a column are; before: and the row before each of them."""

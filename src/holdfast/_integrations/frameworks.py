@@ -240,12 +240,12 @@ def guard_of(
     settings: Settings,
     optional: bool = True,
     reached: Callable[[str], None] = lambda place: None,
-    paths: bool = True,
+    paths: bool = False,
 ) -> Replacement:
     """Make the replacement that guards a function, `module:qualified name`: waits inside have deadlines.
 
-    reached: what each call of the function calls first, with its dotted name. paths: whether all ranks give
-        the same path, so that it tells one call from another.
+    reached: what each call of the function calls first, with its dotted name. paths: whether it is known that
+        all ranks give the same path, so that it tells one call from another.
     """
     module, _, name = place.partition(":")
 

@@ -15,7 +15,7 @@ import numpy as np
 from holdfast._format.columns import Array, Columns, expand_ranges, unpad
 from holdfast._format.container import encode_header
 from holdfast._format.digest import block_counts, digest, digest_many
-from holdfast._format.index import lay_out
+from holdfast._format.index_layout import lay_out
 from holdfast._format.names import DATA, EMBEDDED, FORMAT, WrittenFile, data_file, name_of_chunk
 from holdfast._io.host_memory import ReportBytes
 from holdfast._io.stream import ChunkSource, stream_chunks

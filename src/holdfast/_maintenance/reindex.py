@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast._format.columns import Columns
 from holdfast._format.container import read_header
-from holdfast._format.index import encode
+from holdfast._format.index_layout import encode
 from holdfast._format.names import DATA, EMBEDDED, INDEX, is_data_file, is_fetched, is_link_to
 from holdfast._io.index_file import embedded_index, open_index
 from holdfast._maintenance.target import number

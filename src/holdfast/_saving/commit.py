@@ -13,7 +13,7 @@ from functools import cache
 from holdfast import events
 from holdfast._deadline import Deadline
 from holdfast._format.columns import Columns
-from holdfast._format.index import encode
+from holdfast._format.index_layout import encode
 from holdfast._format.names import INDEX, WrittenFile, is_data_file
 from holdfast._io.file_writer import About, Indexes
 from holdfast._io.index_file import embedded_index, open_index

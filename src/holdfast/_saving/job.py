@@ -6,22 +6,18 @@ The protocol (`protocol.core.save_steps`) drives a `SaveJob`: it calls `enter`, 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 
-from holdfast._format import objects
-from holdfast._format.digest import digest, hex_digest
 from holdfast._format.names import WrittenFile
 from holdfast._io.file_writer import About, WriteRequest, discard, names_of, write_files
 from holdfast._io.unchanged import Earlier, recall, remember
-from holdfast._layout.tensor import OBJECT, Replica, listed
-from holdfast._plan.agreement import disagreement
+from holdfast._layout.tensor import Replica
 from holdfast._plan.save import plan_save
-from holdfast._plan.shard_table import ShardTable, describe
+from holdfast._plan.shard_table import ShardTable
 from holdfast._protocol.call import begin_call
 from holdfast._protocol.core import save_steps
 from holdfast._protocol.job import Job, job_of
@@ -31,21 +27,15 @@ from holdfast._protocol.phases import TRANSITIONS
 from holdfast._saving.begin_commit import begin_commit
 from holdfast._saving.cleanup import clean_up
 from holdfast._saving.commit import Commit, is_of_attempt
+from holdfast._saving.holders import Holders, assign
 from holdfast._saving.one_at_a_time import publishing
 from holdfast._saving.request import PREVIOUS, SaveRequest
 from holdfast._state.flatten import build_shard_table, flatten, select
 from holdfast._state.memory import CallerStreams
-from holdfast._state.tied import find_ties
 from holdfast._store.base import Folder, Kind
 from holdfast._store.local import open_store
 from holdfast._values import Json
 from holdfast.errors import CommitUnconfirmed, HoldfastError, StorageError
-
-log = logging.getLogger("holdfast")
-_OBJECT = "the object"
-"""The description of an object begins with this (`SaveJob._names`)."""
-NOT_SAVED: Replica = (0, 0)
-"""The replica of a row that is not saved, because another rank's object is. `plan_save` skips counts of 0."""
 
 
 class SaveReport(msgspec.Struct, frozen=True):
@@ -103,8 +93,7 @@ class SaveJob:
         self.rank = request.call.rank
         # Empty until the state is read. A rank whose state can't be read takes part, to tell the others.
         self.table = ShardTable(self.rank)
-        self._ties: dict[int, int] = {}
-        """Rows with the memory of another row, and that row, if its other holders must have the same."""
+        self._holders = Holders(self.table)
         self.streams = CallerStreams(self.table)
         self.sink: FileSink = DirectSink()
         self.grid = request.grid.describe() if request.grid else None
@@ -170,10 +159,7 @@ class SaveJob:
         # On the caller's thread: state_dict() may issue collectives, and CUDA streams belong to a thread.
         leaves = select(request.collect(self.rank).leaves, request.include, request.exclude)
         self.table, _ = build_shard_table(leaves, self.rank, request.call.participants)
-        ties, replicas = find_ties(self.table), self.table.replicas
-        self._ties = {row: first for row, first in ties.items() if replicas[row] != (0, 1)}
-        # An undeclared row is copied whole, so an asynchronous save has it under both names.
-        self.table.tied = {row: first for row, first in ties.items() if replicas[row] in ((0, 1), None)}
+        self._holders = Holders(self.table)
         self.streams = CallerStreams(self.table)
 
     # -- agree who writes what ----------------------------------------------------------------------
@@ -195,104 +181,13 @@ class SaveJob:
             self.commit = begin_commit(self.request, self.operation, self.grid)
 
     def row_digest(self) -> str | None:
-        """Return a digest of the rows without declared holders, and of the ties, or None if there are
-        none."""
-        keys, specs = self._to_agree_on()
-        if not keys:
-            return None
-        # A digest in place of the list: if 10,000 ranks hold the same rows, each sends 16 characters.
-        return hex_digest(digest("\0".join([*keys, *specs]).encode()))
+        return self._holders.row_digest()
 
     def list_rows(self) -> RowList:
-        """Return the undeclared rows and the ties themselves, if digests differ between ranks."""
-        return RowList(*self._to_agree_on())
+        return self._holders.list_rows()
 
     def assign(self, lists: dict[int, RowList]) -> dict[int, Assigned]:
-        """Committer: choose which replica each rank holds of each row in its list."""
-        holders: dict[str, list[int]] = {}
-        first: dict[str, tuple[int, str]] = {}
-        of_one: set[str] = set()
-        # In rank order: the lowest holder is replica 0, and errors name it first.
-        for rank, message in sorted(lists.items()):
-            for key, spec in zip(message.keys, message.specs, strict=True):
-                owner, known = first.setdefault(key, (rank, spec))
-                if known == spec:
-                    holders.setdefault(key, []).append(rank)
-                elif (
-                    self.request.objects_may_differ and spec.startswith(_OBJECT) and known.startswith(_OBJECT)
-                ):
-                    # torch DCP also saves one of several objects. Tensors that differ are an error: one of
-                    # them would be lost.
-                    of_one.add(key)
-                else:
-                    raise disagreement(key, owner, known, rank, spec)
-        if of_one:
-            log.warning(
-                "%s: ranks have different objects under %s; those of the lowest rank are saved.",
-                self.store.url,
-                listed(sorted(of_one)),
-            )
-
-        def replica(key: str, rank: int) -> Replica:
-            if key in of_one:
-                return (0, 1) if rank == first[key][0] else NOT_SAVED
-            return holders[key].index(rank), len(holders[key])
-
-        return {
-            rank: Assigned(replicas=[replica(key, rank) for key in message.keys])
-            for rank, message in lists.items()
-        }
-
-    def _undeclared_rows(self) -> list[int]:
-        return [row for row, replica in enumerate(self.table.replicas) if replica is None]
-
-    def _to_agree_on(self) -> tuple[list[str], list[str]]:
-        """Return the keys of undeclared rows, then of ties; and a description of each."""
-        keys, specs = self._names(self._undeclared_rows())
-        table = self.table
-        for row, first in self._ties.items():
-            keys.append(f"{table.specs[row].name}\0is\0{table.specs[first].name}@{table.boxes[row]}")
-            specs.append("a tie")
-        return keys, specs
-
-    def _names(self, rows: list[int]) -> tuple[list[str], list[str]]:
-        """Return the key of each of these rows, and a description that must be equal on all holders."""
-        keys, specs = [], []
-        for row in rows:
-            spec, plain = self.table.specs[row], self.table.unsharded[row]
-            box, late = self.table.boxes[row], self.table.deferred[row]
-            # Without an offset (start -1), axis, lane and position tell one shard from another.
-            part = f"{late[:3]}{box.shape}" if late is not None and late.start == -1 else box
-            keys.append(spec.name if plain else f"{spec.name}@{part}")
-            if spec.kind == OBJECT:
-                # With its digest, so that objects that differ are found now, before everything is written.
-                data = self.table.memory[row].data  # type: ignore[attr-defined]
-                specs.append(f"{_OBJECT} {objects.preview(data)} (digest {hex_digest(digest(data))})")
-            else:
-                specs.append(describe(spec))
-        return keys, specs
-
-    def _agreed(self, assigned: Assigned | None) -> list[Replica]:
-        """Return (index, count) of every row, including those that the committer has assigned; note which
-        ties all holders of both rows have."""
-        rows, tied = self._undeclared_rows(), self.table.tied
-        answers: list[Replica] = []
-        if assigned is not None and assigned.holders is not None:
-            mine = (assigned.holders.index(self.rank), len(assigned.holders))
-            answers = [mine] * (len(rows) + len(self._ties))
-        elif assigned is not None and assigned.replicas is not None:
-            answers = assigned.replicas
-        of_row = dict(zip(rows, answers, strict=False))
-        replicas = [
-            of_row.get(row, (0, 1)) if one is None else one for row, one in enumerate(self.table.replicas)
-        ]
-        for (row, first), (_, count) in zip(self._ties.items(), answers[len(rows) :], strict=True):
-            # Otherwise another rank would choose another writer of the row.
-            if replicas[row][1] == replicas[first][1] == count:
-                tied[row] = first
-            else:
-                tied.pop(row, None)
-        return replicas
+        return assign(lists, self.store.url, self.request.objects_may_differ)
 
     # -- write ------------------------------------------------------------------------------------
 
@@ -308,7 +203,7 @@ class SaveJob:
             "attempt": self.attempt,
             "ranks": len(request.call.participants),
         }
-        self.files = self.sink.write(self, self._agreed(assigned), about)
+        self.files = self.sink.write(self, self._holders.agreed(assigned), about)
         return Written(
             request.step, self.grid, self.files, request.report() if request.report is not None else {}
         )

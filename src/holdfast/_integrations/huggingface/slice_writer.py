@@ -16,7 +16,8 @@ import numpy as np
 
 from holdfast._format.columns import ITEMSIZE, Columns
 from holdfast._format.digest import digest, hex_digest
-from holdfast._format.index import Index, encode
+from holdfast._format.index import Index
+from holdfast._format.index_layout import encode
 from holdfast._format.names import CONFIG, DATA, SLICE, data_file, is_fetched, name_of_fetch
 from holdfast._format.slice import ABOUT, PUBLISHED, Origin, read_origin
 from holdfast._integrations.conversion_folder import left_in, put_files, read_files
