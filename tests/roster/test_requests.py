@@ -75,7 +75,8 @@ def rates(world_size: int, seconds: float) -> list[float]:
         assert error.startswith("RankFailed")
         assert "rank 0 (host" in error
         assert at - killed < 3.0
-    return [sum(begun + 1.0 <= at < killed for at in sent) / seconds for sent, _, _ in ends]
+    watched = killed - begun - 1.0  # a busy machine sleeps longer
+    return [sum(begun + 1.0 <= at < killed for at in sent) / watched for sent, _, _ in ends]
 
 
 def test_a_rank_of_ten_thousand_asks_every_other_second_at_most_and_is_woken_at_once() -> None:
