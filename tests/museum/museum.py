@@ -42,6 +42,8 @@ class Exhibit(NamedTuple):
     kind: str
     ranks: tuple[int, ...] | None
     decided_by: str
+    replay: str
+    """The fault of `tests.watch.faults` that hangs real ranks in this way; or `no, ` and why none does."""
     checked: str
     """What was seen of the thread itself when the exhibit was made, beside the notes on it."""
     sections: tuple[Section, ...]
@@ -94,6 +96,7 @@ def _read(path: Path) -> Exhibit:
         facts["class"],
         ranks_of(facts["ranks"]) if ranks is ... else ranks,
         facts["decided by"],
+        facts["replay"],
         facts["checked"],
         tuple(sections),
     )

@@ -9,6 +9,7 @@ import pytest
 from holdfast._watch.verdict import CLASSES
 from tests.docs.pages import table, text
 from tests.museum.museum import LEVELS, Exhibit, diagnosed, exhibits, judged, kept_aside, score
+from tests.watch.faults import FAULTS, SILENT
 
 
 @pytest.mark.parametrize("exhibit", exhibits(), ids=lambda exhibit: exhibit.name)
@@ -55,6 +56,14 @@ def test_exhibits_are_machine_output_and_facts() -> None:
         assert exhibit.sections
     checked = [exhibit for exhibit in exhibits() if exhibit.checked != "no"]
     assert f"{len(checked)} of the threads were looked at again" in " ".join(text("docs/diagnose.md").split())
+
+
+def test_exhibits_that_are_replayed_get_their_class() -> None:
+    """What the roll call says of each fault over real ranks, `tests.watch.test_faults` keeps."""
+    kinds = {fault.job: fault.kind for fault in FAULTS if fault.job not in SILENT}
+    replayed = [exhibit for exhibit in exhibits() if not exhibit.replay.startswith("no, ")]
+    assert {one.name: kinds[one.replay] for one in replayed} == {one.name: one.kind for one in replayed}
+    assert f"{len(replayed)} of the 38 are replayed" in " ".join(text("docs/diagnose.md").split())
 
 
 def test_a_wrong_answer_would_be_seen(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -99,6 +99,55 @@ def test_how_a_process_has_ended_is_known_until_its_parent_has_asked(does: str, 
         assert who.stat() is None
         assert who.how_it_ended() == "its process has ended"
         assert not who.exited_with_0()
+
+
+IN_A_SMALL_CGROUP = """
+import os, sys, time
+import msgspec
+from holdfast._roster import process
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+me = process.this_process(0)
+for needs in (1 << 20, 1 << 30):
+    pid = os.fork()
+    if not pid:
+        open("/proc/self/oom_score_adj", "w").write("1000")  # this one, and not its parent
+        needed = bytearray(needs)
+        time.sleep(60)
+    child = msgspec.structs.replace(me, pid=pid, started=process.stat(pid).started)
+    if needs == 1 << 20:
+        os.kill(pid, 9)
+    ends = time.monotonic() + 30
+    while child.state() and time.monotonic() < ends:
+        time.sleep(0.05)
+    print(child.how_it_ended())
+"""
+
+
+def test_a_process_that_the_kernel_has_killed_for_its_memory_is_told() -> None:
+    """In a cgroup of 200 MiB, of version 1 or 2; another SIGKILL is not told so."""
+    groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    version, path = min(
+        (0, path) if kinds == "memory" else (1, path) for _, kinds, path in groups if kinds in ("", "memory")
+    )
+    root = Path("/sys/fs/cgroup", *(("memory",) if version == 0 else ()), path.lstrip("/"))
+    folder = root / f"holdfast-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / ("memory.max" if version else "memory.limit_in_bytes")).write_text(str(200 << 20))
+    except OSError as error:
+        with suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        command = [sys.executable, "-c", IN_A_SMALL_CGROUP, str(folder)]
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=100, check=True
+        ).stdout.splitlines()
+    finally:
+        wait_until(lambda: not (folder / "cgroup.procs").read_text())
+        folder.rmdir()
+    killed = "its process was killed by SIGKILL"
+    assert told == [killed, f"{killed}; {process.OOM}"]
 
 
 def test_the_state_of_a_process_shows_while_it_can_do_nothing() -> None:

@@ -221,6 +221,13 @@ def before_a_group_opens(job: Job) -> None:
     dist.new_group(group_desc="late")
 
 
+def opens_groups_in_another_order(job: Job) -> None:
+    """Two groups of all ranks by names of the program's, as engines open them; one rank begins with the other."""
+    names = ["weights-0", "weights-1"]
+    for name in names[::-1] if job.is_odd else names:
+        shared_group(name, job, list(range(dist.get_world_size())))
+
+
 def before_our_save(job: Job) -> None:
     """The others wait in a save of Holdfast's."""
     import holdfast
@@ -471,6 +478,7 @@ JOBS: dict[str, Callable[[Job], None]] = {
         in_a_pipeline,
         in_a_subgroup,
         before_a_group_opens,
+        opens_groups_in_another_order,
         before_our_save,
         late,
         two_are_late,

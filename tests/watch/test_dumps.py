@@ -7,7 +7,10 @@ import json
 import os
 import pickle
 import random
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +151,40 @@ def test_what_is_no_dump_is_said_in_one_sentence(content: bytes, tmp_path: Path)
     with pytest.raises(BadInput, match="trace_0") as error:
         read_all([str(tmp_path / "trace_0")])
     assert str(error.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"frames": [3]}]',
+        '[{"frames": 3}]',
+        '[{"thread_id": 1, "frames": [{"name": {}, "line": []}]}]',
+        '{"entries": [{"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce", "state": "started", '
+        '"collective_seq_id": 1e999}]}',
+        '{"entries": [], "pg_status": {"0": {"last_enqueued_collective": 1e999}}}',
+        '{"roll_call": {"rank": 1e999}}',
+        '{"roll_call": {"rank": 0, "stacks": [{"thread": "", "calls": [[]], "source": ["", 0]}]}}',
+        '{"communicators": [{"hash": 1, "size": 1e999, "missing_ranks": [{"rank": 0}], "ranks": []}]}',
+        '{"a": ' + "[" * 200_000,
+    ],
+)
+def test_hostile_json_is_read_or_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "rank-0.json").write_text(text)
+    with suppress(BadInput):
+        diagnose(read_all([str(tmp_path)]))
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("world size 2\n")
+    os.mkfifo(tmp_path / "rank-0.json")
+    (tmp_path / "zeros.log").symlink_to("/dev/zero")
+    (tmp_path / "round.log").symlink_to("round.log")
+    (tmp_path / "up").symlink_to("..")
+    code = f"from holdfast._watch.read import read_all; print(read_all([{str(tmp_path)!r}]).world_size)"
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert told.stdout == "2\n"
 
 
 def test_random_bytes_are_read_or_refused(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast._watch.diagnose import diagnose
+from holdfast._watch.evidence import Call, Rank, Source, Stack
+from holdfast._watch.own_stacks import activity_here
 from holdfast._watch.read import read_all
 from holdfast._watch.verdict import Diagnosis
 
@@ -91,3 +95,30 @@ def test_ranks_that_make_a_group_are_not_all_known_to_make_the_same(tmp_path: Pa
     made = diagnose(read_all([str(tmp_path)])).verdict
     assert made is not None
     assert (made.kind, made.ranks) == ("lifecycle", None)
+
+
+@pytest.mark.parametrize(("woken", "kind"), [(0, "stuck"), (200, None)])
+def test_a_rank_that_wakes_again_and_again_on_one_line_may_come(
+    woken: int, kind: str | None, tmp_path: Path
+) -> None:
+    """It sleeps between two looks at something; one that is blocked does not go on even once."""
+    here = Source("roll call")
+    program = (Call("step", "train.py", 50), Call("train", "train.py", 90))
+    waits = Stack(
+        "MainThread", (Call("all_reduce", "torch/distributed/distributed_c10d.py", 3000), *program), here
+    )
+    polls = Stack("MainThread", (Call("look", "data.py", 7), Call("step", "train.py", 40), program[1]), here)
+    for rank, stack in enumerate([waits, waits, waits, polls]):
+        found = Rank(rank, stacks=(stack,), later=(stack,), busy=0.0, woken=woken)
+        answer = {"roll_call": found, "members": {}, "world_size": 4, "by": rank}
+        (tmp_path / f"rank-{rank}.json").write_bytes(msgspec.json.encode(answer))
+    said = diagnose(read_all([str(tmp_path)]))
+    assert (said.verdict.kind if said.verdict is not None else None) == kind
+    assert (said.verdict or said.possible[0]).ranks == (3,)
+
+
+def test_wakes_of_a_thread_are_counted() -> None:
+    before = activity_here()[2]
+    for _ in range(20):
+        time.sleep(0.001)
+    assert activity_here()[2] - before >= 20

@@ -27,6 +27,7 @@ GONE = "ZX"
 """State letters of a process that has ended; its parent may not have asked for its exit code yet."""
 HELD = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in a system call, mostly of storage"}
 """What the state letters of processes mean that can't do anything now."""
+OOM = "the kernel has killed in this cgroup, as its memory was full"
 UNSEEN = "?"
 """In place of a state letter that could not be read; nobody has ended for that."""
 DUMP_WITHIN = 0.5
@@ -90,6 +91,29 @@ def _of_this_process(pid: int) -> tuple[str, str, str]:
     return socket.gethostname(), machine, started
 
 
+def oom_kills() -> int:
+    """Return how many processes of this one's cgroup the kernel has killed as its memory was full; 0 where
+    that can't be read."""
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds not in ("", "memory"):
+            continue
+        root, name = ("/memory", "memory.oom_control") if kinds else ("", "memory.events")
+        for place in (path, ""):  # a container may not see the path that its host has
+            told = dict(
+                one.split(" ", 1) for one in _read(f"/sys/fs/cgroup{root}{place}/{name}").splitlines()
+            )
+            if "oom_kill" in told:
+                return int(told["oom_kill"])
+    return 0
+
+
+@cache
+def _oom_kills_before(pid: int) -> int:
+    """Return how many there were when this process first told of itself."""
+    return oom_kills()
+
+
 class Identity(msgspec.Struct, frozen=True):
     """What does not change while a process lives; a part of its presence message."""
 
@@ -133,6 +157,8 @@ class Identity(msgspec.Struct, frozen=True):
         code = os.waitstatus_to_exitcode(last.exit_status)
         if code >= 0:
             return f"its process has ended with exit code {code}"
+        if -code == signal.SIGKILL and oom_kills() > _oom_kills_before(os.getpid()):
+            return f"its process was killed by SIGKILL; {OOM}"
         with suppress(ValueError):
             return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process was killed by signal {-code}"
@@ -183,6 +209,11 @@ def _status(pid: int, field: str) -> str:
     return ""
 
 
+def wakes(thread: int) -> int:
+    """Return how often a thread has waited for something so far, and gone on; 0 if that can't be read."""
+    return int(_status(thread, "voluntary_ctxt_switches") or 0)
+
+
 own_sockets: WeakSet[socket.socket] = WeakSet()
 """Connections of Holdfast, whose beat is no work of the program."""
 
@@ -215,6 +246,7 @@ def listens(port: int) -> bool:
 def this_process(rank: int) -> Identity:
     """Return the identity of this process, which listens nowhere."""
     pid = os.getpid()
+    _oom_kills_before(pid)
     host, machine, started = _of_this_process(pid)
     main = threading.main_thread().ident or 0
     return Identity(rank, host, pid, machine, started, secrets.token_hex(8), main_thread=main)

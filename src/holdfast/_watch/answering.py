@@ -109,9 +109,10 @@ class Answering:
         self._over.wait(self._pace + GRACE + 0.1 * near.index(rank))
         held = self._stand_in(near)
         later = self._later(found, began + self._asked.pause)
-        cpu, moved = (after - then for after, then in zip(activity_here(), before, strict=True))
+        cpu, moved, woken = (after - then for after, then in zip(activity_here(), before, strict=True))
         busy = round(cpu / max(time.monotonic() - began, 0.1), 3)
-        self._put(rank, msgspec.structs.replace(found, later=later, busy=busy, moved=int(moved)), members)
+        seen = {"later": later, "busy": busy, "moved": int(moved), "woken": int(woken)}
+        self._put(rank, msgspec.structs.replace(found, **seen), members)
         for other, one in held.items():
             self._put(other, _seen_again(one), {})
         if self._asked.by == rank:

@@ -35,7 +35,7 @@ class _Seen:
         self.stacks: list[Stack] = []
         self.later: list[Stack] = []
         self.busy: float | None = None
-        self.moved = 0
+        self.moved = self.woken = 0
         self.state = self.phase = ""
         self.steps: int | None = None
         self.last: Source | None = None
@@ -122,6 +122,7 @@ class Collector:
                 tuple(seen.later),
                 seen.busy,
                 seen.moved,
+                seen.woken,
                 seen.state,
                 seen.steps,
                 seen.phase,

@@ -14,6 +14,7 @@ import msgspec
 from holdfast._format.pickle_reader import BadPickle, Global, PickleReader, first
 from holdfast._watch.collector import Collector
 from holdfast._watch.evidence import Call, Operation, Progress, Rank, Source, Stack
+from holdfast._watch.ras import read_ras_json
 from holdfast.errors import BadInput
 
 _RANK_IN_NAME = re.compile(
@@ -22,6 +23,8 @@ _RANK_IN_NAME = re.compile(
 _RANK_IN_FOLDER = re.compile(r"/(?:rank[-_]?)?(\d{1,6})/std(?:err|out)(?:\.log)?$")
 _RANK_IN_COMMAND = re.compile(r"\bRANK=(\d+)|rank[-_]?(\d+)")
 _PROCESS = re.compile(r"^Process (\d+): (.*)")
+_SERVED = re.compile(r"^=== Rank (\d{1,6}): ")
+"""What torch's debug server writes before the stacks of each rank."""
 _THREAD = re.compile(r'^Thread (\S+) \([^)]*\)(?:: "(.*)")?')
 _CALL = re.compile(r"^\s+(\S.*?) \(([^()]*?)(?::(\d+))?\)$")
 _NAME = re.compile(r'^\s{8,}(\w+): "?(.*?)"?$')
@@ -44,7 +47,8 @@ def rank_of_name(path: str) -> int | None:
 def is_stacks(head: str) -> bool:
     """Return whether a text begins as a dump of stacks."""
     lines = head.splitlines()[:40]
-    return any(_PROCESS.match(line) or _FAULT_THREAD.match(line) or _THREAD.match(line) for line in lines)
+    begins = (_PROCESS, _FAULT_THREAD, _THREAD, _SERVED)
+    return any(begin.match(line) for line in lines for begin in begins)
 
 
 def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None, is_later: bool) -> None:
@@ -75,6 +79,9 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
             end_process()
             told = _RANK_IN_COMMAND.search(process[2])
             rank = int(told[1] or told[2]) if told is not None else rank
+        elif (served := _SERVED.match(line)) is not None:
+            end_process()
+            rank = int(served[1])
         elif (found := _THREAD.match(line) or _FAULT_THREAD.match(line)) is not None:
             end_thread()
             thread, began = found[2] or found[1], number
@@ -117,9 +124,14 @@ def read_json(data: bytes, to: Collector, name: str, rank: int | None, is_later:
     except (ValueError, RecursionError):
         raise BadInput(f"{name} begins as JSON, and is none.") from None
     if isinstance(value, list):
-        read_stacks(_pyspy_lines(value), to, name, rank, is_later)
+        try:
+            read_stacks(_pyspy_lines(value), to, name, rank, is_later)
+        except (TypeError, AttributeError):
+            raise BadInput(f"{name} is no dump of py-spy.") from None
     elif isinstance(value, dict) and "roll_call" in value:
         read_roll_call(value, to, name)
+    elif isinstance(value, dict) and "communicators" in value:
+        read_ras_json(value, to, name)
     else:
         _record(value, to, name, rank)
 
@@ -145,7 +157,7 @@ def _record(record: Any, to: Collector, name: str, rank: int | None) -> None:
         )
     try:
         operations_of(record, to, Source(name), rank)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BadInput(f"{name} is no flight record: {type(error).__name__}: {error}.") from None
 
 
@@ -228,5 +240,5 @@ def read_roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
     seen.endings += found.endings
     seen.stacks += [stack for stack in found.stacks if stack.calls]
     seen.later += [stack for stack in found.later if stack.calls]
-    seen.busy, seen.moved = found.busy, found.moved
+    seen.busy, seen.moved, seen.woken = found.busy, found.moved, found.woken
     seen.state, seen.phase, seen.steps = found.state, found.phase, found.steps

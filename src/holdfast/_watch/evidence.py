@@ -155,6 +155,8 @@ class Rank(msgspec.Struct, frozen=True):
     """The part of the time between the two looks in which it, and its children, used the CPU."""
     moved: int = 0
     """The bytes that it has moved between the two looks, in files and over connections."""
+    woken: int = 0
+    """How often its main thread has waited and gone on between the two looks."""
     state: str = ""
     """What the kernel shows of it, such as `stopped by a signal`."""
     steps: int | None = None

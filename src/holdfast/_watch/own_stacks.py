@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast import events
 from holdfast._roster.beacon import Presence
-from holdfast._roster.process import activity
+from holdfast._roster.process import activity, wakes
 from holdfast._torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import MOST_CALLS, operations_of
@@ -20,6 +20,8 @@ from holdfast._watch.shared_call import is_own
 from holdfast._watch.ways import way_of
 
 _HERE = Source("roll call")
+_OPENS = "_new_process_group_helper"
+"""torch's function that opens a group."""
 
 
 def stacks_here(ways: bool = False) -> tuple[Stack, ...]:
@@ -35,14 +37,16 @@ def stacks_here(ways: bool = False) -> tuple[Stack, ...]:
     )
 
 
-def activity_here() -> tuple[float, float]:
-    """Return the seconds of CPU time of the program's threads and children, and the bytes that these have
-    moved; zeros where that can't be read. A child that comes or goes counts as movement, too."""
+def activity_here() -> tuple[float, float, int]:
+    """Return the seconds of CPU time of the program's threads and children, the bytes that these have moved,
+    and how often the main thread has waited and gone on; zeros where that can't be read. A child that comes
+    or goes counts as movement, too."""
     with suppress(OSError, ValueError):
         cpu, moved = activity()
         ours = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("holdfast-")}
-        return sum(cpu[thread] for thread in cpu.keys() - ours), float(sum(moved))
-    return 0.0, 0.0
+        woken = wakes(threading.main_thread().native_id or 0)
+        return sum(cpu[thread] for thread in cpu.keys() - ours), float(sum(moved)), woken
+    return 0.0, 0.0, 0
 
 
 def _stack(thread: str, frame: FrameType | None, with_ways: bool) -> Stack:
@@ -57,7 +61,10 @@ def _stack(thread: str, frame: FrameType | None, with_ways: bool) -> Stack:
         for call, (one, at, _) in zip(calls, read, strict=True)
         if with_ways
     ]
-    return Stack(thread, calls, _HERE, ways=tuple(ways))
+    # A group that is being opened stands in no record yet.
+    opened = [one.f_locals.get("group_name") for one, _, _ in read if one.f_code.co_name == _OPENS]
+    names = {"group_name": str(opened[0])} if opened else {}
+    return Stack(thread, calls, _HERE, names, ways=tuple(ways))
 
 
 def evidence_here(rank: int, presences: list[Presence]) -> tuple[Rank, dict[str, tuple[int, ...]]]:

@@ -11,6 +11,7 @@ from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import is_stacks, rank_of_name, read_json, read_pickle, read_stacks
 from holdfast._watch.evidence import Evidence, Source
 from holdfast._watch.log import LogReader
+from holdfast._watch.ras import is_ras, read_ras
 from holdfast._watch.shared_call import ROLL_CALLS, parts
 from holdfast.errors import BadInput
 
@@ -58,13 +59,15 @@ def _files(path: str) -> list[str]:
     if not os.path.isdir(path):
         return [path]
     if os.path.basename(os.path.dirname(os.path.abspath(path))) == ROLL_CALLS:
-        return [os.path.join(path, name) for name in sorted(os.listdir(path)) if _IS_OF_RANK.match(name)]
+        names = sorted(name for name in os.listdir(path) if _IS_OF_RANK.match(name))
+        return list(filter(os.path.isfile, (os.path.join(path, name) for name in names)))
     found = sorted(
-        os.path.join(folder, name)
+        file
         for folder, _, names in os.walk(path)
         if folder != os.path.join(path, EVENTS)  # they tell when, and not why
         for name in names
-        if not name.endswith(_NO_EVIDENCE)
+        # Nobody may ever write to a FIFO.
+        if not name.endswith(_NO_EVIDENCE) and os.path.isfile(file := os.path.join(folder, name))
     )
     if not found:
         raise BadInput(f"{path} has no files.")
@@ -89,14 +92,17 @@ def _read(path: str, collector: Collector) -> None:
                 if _is_json(head):
                     read_json(_whole(file.read(LARGEST_DUMP + 1), path), collector, name, rank, is_later)
                     return
-            if is_stacks(head.decode(errors="replace")):
-                lines = (
-                    line.decode(errors="replace").rstrip()
-                    for line in iter(lambda: file.readline(1 << 16), b"")
-                )
+            text = head.decode(errors="replace")
+            lines = (
+                line.decode(errors="replace").rstrip() for line in iter(lambda: file.readline(1 << 16), b"")
+            )
+            if is_stacks(text):
                 read_stacks(lines, collector, name, rank, is_later)
-            else:
-                LogReader(collector, name, rank).read(file)
+                return
+            if is_ras(text):
+                read_ras(lines, collector, name)
+                file.seek(0)  # the log may go on behind it
+            LogReader(collector, name, rank).read(file)
     except OSError as error:
         raise BadInput(f"{path} can't be read: {error.strerror}.") from None
 

@@ -190,8 +190,22 @@ def opening(evidence: Evidence) -> Iterator[Verdict]:
         return
 
 
+def ras(evidence: Evidence) -> Iterator[Verdict]:
+    """NCCL's own view of the job: ranks that lag, or do not answer. It counts ranks in the communicator."""
+    kinds = {"MISMATCH": "late", "INCOMPLETE": "unreachable", "DEAD": "unreachable"}
+    for remark in evidence.of("ras"):
+        if remark.values[0] in kinds:
+            yield Verdict(
+                kinds[remark.values[0]],
+                "absence",
+                remark.text[:200],
+                seen=(_seen(remark),),
+                others=("A job that is at work shows the same for a moment: ask ncclras again.",),
+            )
+
+
 def _seen(remark: Remark) -> Observation:
     return Observation(remark.text[:200], remark.source)
 
 
-RULES = (died, fingerprints, nccl_mismatch, uneven_data, closing, opening, zero3_order)
+RULES = (died, fingerprints, nccl_mismatch, uneven_data, closing, opening, zero3_order, ras)

@@ -23,6 +23,8 @@ BUSY = 0.2
 """The part of the time in which a thread uses the CPU that waits for nothing."""
 POLLS = 0.05
 """The part of the time that a loop uses the CPU which only looks for something, and sleeps."""
+WOKEN = 4
+"""A thread that is blocked does not go on even once; one more or less is a signal."""
 MOVED = 1 << 16
 """Bytes that are more than signs of life."""
 
@@ -128,7 +130,8 @@ def _judge(rank: Rank, one: Position, waiter: Position) -> tuple[str, str, str]:
             # Of this round, and then it has left the collective out, or still of the round before?
             return "branch", "absence", "at work behind the collective, or in the round before it"
         if _polls(rank, one.stack, later):
-            return "stuck", "stacks", "looks for something again and again, and does nothing else"
+            # What it looks for may come.
+            return "stuck", "absence", "looks for something again and again, and does nothing else"
         if _is_tight(one.stack, later):
             return "late", "absence", "runs in one small loop, perhaps for ever"
         return "late", "stacks", "at work before the collective, and moves"
@@ -139,6 +142,8 @@ def _judge(rank: Rank, one: Position, waiter: Position) -> tuple[str, str, str]:
         return "late", "absence", "moves bytes on one line"
     if one.does == "loads":
         return "data", "stacks", "waits for its loader"
+    if rank.woken > WOKEN:
+        return "stuck", "absence", "waits for something again and again on one line, which may come"
     return "stuck", "stacks", "stands still"
 
 
