@@ -35,7 +35,7 @@ trainers = pytest.mark.skipif(
     not there("accelerate", "transformers"), reason="needs accelerate and transformers"
 )
 LINE = "holdfast.install()"
-HASTY = "holdfast.install(job=holdfast.Job(timeout=30, stall_timeout=3))"
+HASTY = "holdfast.install(job=holdfast.Job(timeout=120, stall_timeout=3))"
 DYING = """
 class Dying(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir):
@@ -119,7 +119,7 @@ def test_a_save_on_the_main_process_alone_names_the_others(launcher: Launcher, t
     alone = "accelerator.is_main_process and accelerator.save_state(run)"
     ended = launcher.run(changed(program, "accelerator.save_state(run)", alone), tmp_path / "run")
     assert ended.codes[0] == 1
-    assert ended.seconds < 30
+    assert ended.seconds < 100  # `timeout` is 120 s
     assert "rank 1" in ended.said
     assert "save_state" in ended.said
 

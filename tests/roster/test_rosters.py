@@ -126,6 +126,8 @@ def test_reading_a_message_that_is_deleted_meanwhile_waits_for_nothing() -> None
     thread.start()
     try:
         found = [second.get(["k"])[0] for _ in range(2000)]
+        # On a busy machine the other thread may not have had its turn between any two of these reads.
+        wait_until(lambda: found.append(second.get(["k"])[0]) or any(found))
     finally:
         stop.set()
         thread.join(10)
