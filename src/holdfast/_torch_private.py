@@ -56,6 +56,16 @@ def tcp_store(store: TorchStore) -> TorchStore | None:
     return inner if isinstance(inner, dist.TCPStore) else None  # type: ignore[attr-defined]
 
 
+def is_foreign(group: object) -> bool:
+    """Return whether a group is over another message store than the default group, as one that a program has
+    made with processes of another world: its ranks are no ranks of this one. False where that can't be
+    known."""
+    made_by: Any = getattr(_world(), "pg_map", {}).get(group) if group is not None else None
+    theirs: Any = tcp_store(made_by[1]) if made_by is not None else None
+    ours: Any = tcp_store(default_store())
+    return None not in (theirs, ours) and (theirs.host, theirs.port) != (ours.host, ours.port)
+
+
 class KnownGroup(NamedTuple):
     """A process group that this rank belongs to."""
 

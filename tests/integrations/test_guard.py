@@ -225,21 +225,20 @@ class Numbered:
 
 def numbered_job(rank: int, skips: bool) -> list[str]:
     import holdfast
+    from holdfast._integrations.frameworks import guard_of
+    from holdfast._integrations.settings import Settings
 
-    here = "tests.integrations.test_guard.Numbered.save"
-    holdfast.install("torch-dcp", guard=[here], job=holdfast.Job(timeout=20, stall_timeout=1.0))
-    said = []
-    try:
-        for iteration in (1, 2, 3):
-            try:
-                said.append(
-                    "skipped" if skips and rank == 5 and iteration == 1 else Numbered().save(rank, iteration)
-                )
-            except (OSError, RankFailed) as error:
-                said.append(type(error).__name__)
-            dist.barrier()  # the trainer's own: all ranks go on to the next together
-    finally:
-        holdfast.uninstall()
+    settings = Settings(holdfast.Job(timeout=20, stall_timeout=1.0))
+    guard = guard_of("tests.integrations.test_guard:Numbered.save", settings, told_by=int)
+    save, said = guard.make(Numbered.save), []
+    for iteration in (1, 2, 3):
+        try:
+            said.append(
+                "skipped" if skips and rank == 5 and iteration == 1 else save(Numbered(), rank, iteration)
+            )
+        except (OSError, RankFailed) as error:
+            said.append(type(error).__name__)
+        dist.barrier()  # the trainer's own: all ranks go on to the next together
     return said
 
 

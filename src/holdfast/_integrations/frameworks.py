@@ -230,7 +230,8 @@ def replacements_of(framework: Framework, settings: Settings) -> list[Replacemen
     replacements = [item for item in framework.replacements(settings) if settings.is_on(item.part)]
     if settings.guard:
         replacements += [
-            guard_of(place, settings, paths=not framework.paths_differ) for place in framework.guards
+            guard_of(place, settings, told_by=int if framework.paths_differ else int | str | os.PathLike)
+            for place in framework.guards
         ]
     return replacements
 
@@ -240,12 +241,13 @@ def guard_of(
     settings: Settings,
     optional: bool = True,
     reached: Callable[[str], None] = lambda place: None,
-    paths: bool = False,
+    told_by: type | UnionType | tuple[()] = (),
 ) -> Replacement:
     """Make the replacement that guards a function, `module:qualified name`: waits inside have deadlines.
 
-    reached: what each call of the function calls first, with its dotted name. paths: whether it is known that
-        all ranks give the same path, so that it tells one call from another.
+    reached: what each call of the function calls first, with its dotted name. told_by: classes of arguments
+        that are known to be the same on all ranks, so that they tell one call from another. Nothing is known
+        of a user's own function: a rank may count its own steps, or have a folder of its own.
     """
     module, _, name = place.partition(":")
 
@@ -253,7 +255,7 @@ def guard_of(
         @wraps(function)
         def call(*args: object, **named: object) -> object:
             reached(f"{module}.{name}")
-            told = _told_apart(function, args, named, int | str | os.PathLike if paths else int)
+            told = _told_apart(function, args, named, told_by)
             with guarded(name, call=told, like_stock=True, job=settings.of_a_guard()):
                 return function(*args, **named)
 
@@ -266,7 +268,7 @@ def _told_apart(
     function: Callable[..., object],
     args: tuple[object, ...],
     named: dict[str, object],
-    kinds: type | UnionType,
+    kinds: type | UnionType | tuple[()],
 ) -> str:
     """Return a text that differs from call to call and is the same on all ranks; "" if there is none.
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 
+import torch
 import torch.distributed as dist
 
 from holdfast._integrations.roster_collectives import MEET_FIRST, RosterCollectives
@@ -25,7 +26,8 @@ from holdfast.errors import HoldfastError
 _lock = threading.Lock()
 _users = 0
 """Guarded functions that run now, on all threads."""
-_originals: dict[str, Callable[..., object]] = {}
+_originals: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {}
+"""By name, the collective of torch, and what stands in for it."""
 
 
 class Guard:
@@ -139,8 +141,9 @@ def _enter() -> None:
             # Set in the module, where frameworks look them up at each call. A name that was bound by
             # `from torch.distributed import barrier` stays the collective itself.
             for name in ("barrier", *MEET_FIRST):
-                _originals[name] = original = getattr(dist, name)
-                setattr(dist, name, _dispatch(name, original))
+                original = getattr(dist, name)
+                _originals[name] = original, _dispatch(name, original)
+                setattr(dist, name, _originals[name][1])
         _users += 1
 
 
@@ -150,8 +153,10 @@ def _leave() -> None:
         # The last one puts the originals back: outside of guarded functions torch is unchanged.
         _users -= 1
         if not _users:
-            for name, original in _originals.items():
-                setattr(dist, name, original)
+            for name, (original, ours) in _originals.items():
+                # The program may have put something else there meanwhile, which calls ours.
+                if getattr(dist, name) is ours:
+                    setattr(dist, name, original)
 
 
 def _dispatch(name: str, original: Callable[..., object]) -> Callable[..., object]:
@@ -159,9 +164,13 @@ def _dispatch(name: str, original: Callable[..., object]) -> Callable[..., objec
 
     @wraps(original)
     def call(*args: object, **named: object) -> object:
+        # The compiler puts its own function in the place of a collective, which it knows by its identity.
+        if torch.compiler.is_compiling():
+            return original(*args, **named)
         guard = _here.guard
-        # Other threads train or write in the background: the guard must not touch their collectives.
-        if guard is None or not dist.is_initialized():
+        # Other threads train or write in the background: the guard must not touch their collectives. The
+        # other ranks of a "fake" world are not there, and its store takes no message.
+        if guard is None or not dist.is_initialized() or dist.get_backend() == "fake":
             return original(*args, **named)
         # Collectives that the guard issues, or torch inside one, must not come back here.
         _here.guard = None

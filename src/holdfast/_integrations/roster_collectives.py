@@ -7,6 +7,7 @@ first, so that no rank enters a collective that another rank never reaches.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from holdfast._protocol.call import begin_call, own_timeout
 from holdfast._protocol.job import Job
 from holdfast._protocol.operation import agree
+from holdfast._torch_private import is_foreign
 from holdfast._values import Json
 from holdfast.errors import BadInput
 
@@ -67,19 +69,24 @@ class RosterCollectives:
     """The number of collectives issued on each group."""
 
     def barrier(self, group: ProcessGroup | None = None, *_: object, **__: object) -> None:
+        if is_foreign(group):
+            dist.barrier(group)
         # As in the collective itself, a rank outside of the group does nothing.
-        if not self._is_outside(self._ranks(group)):
+        elif not self._is_outside(self._ranks(group)):
             self._meet("barrier", group)
 
     def meet_first(
         self, name: str, original: Callable[..., object], args: Sequence[object], named: dict[str, object]
     ) -> object:
         """Issue the collective `name` once its ranks have come."""
-        # The position of the group differs between signatures, so it is found by its type.
-        group = named.get("group") or next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None)
+        try:
+            given = inspect.signature(original).bind(*args, **named).arguments
+        except TypeError:  # torch raises the error for its arguments
+            return original(*args, **named)
+        group = given.get("group")
         ranks = self._ranks(group)
         # On a rank outside of the group torch does nothing or raises: left to torch.
-        if self._is_outside(ranks):
+        if self._is_outside(ranks) or is_foreign(group):
             return original(*args, **named)
         if len(ranks) < len(_members(group)):
             if name != "all_reduce":
@@ -87,8 +94,9 @@ class RosterCollectives:
             self._largest(*args, **named)  # type: ignore[arg-type]
             return None
         number = self._issued[ranks] = self._issued.get(ranks, 0) + 1
-        # A meeting costs messages of all ranks. A missing rank is found at the next meeting.
-        if number <= MEET_ALWAYS or number % MEET_EVERY == 0:
+        # A meeting costs messages of all ranks. A missing rank is found at the next meeting. An asynchronous
+        # call waits for nobody: before it ends, ranks may do what others wait for.
+        if (number <= MEET_ALWAYS or number % MEET_EVERY == 0) and not given.get("async_op"):
             self._meet(name, group)
         return original(*args, **named)
 
