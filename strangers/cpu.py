@@ -95,13 +95,18 @@ def stand_in_for_gpus(count: int) -> None:
         instead[name] = _always(None)
     for name, value in instead.items():
         setattr(torch.cuda, name, value)
-    for name in ("is_available", "device_count"):
-        setattr(torch.accelerator, name, instead[name])
-    torch.accelerator.current_accelerator = torch._C._get_accelerator = _always(torch.device("cuda"))
-    torch.accelerator.current_device_index = instead["current_device"]
-    torch.accelerator.set_device_index = torch.accelerator.synchronize = _always(None)
     _gloo()
     _OnCPU().__enter__()
+
+
+def stand_in_for_accelerators() -> None:
+    """Also for the tests of PyTorch, which ask `torch.accelerator` for what `torch.cuda` has said."""
+    cuda = torch.cuda
+    for name in ("is_available", "device_count"):
+        setattr(torch.accelerator, name, getattr(cuda, name))
+    torch.accelerator.current_accelerator = _always(torch.device("cuda"))
+    torch.accelerator.current_device_index = cuda.current_device
+    torch.accelerator.set_device_index = torch.accelerator.synchronize = _always(None)
 
 
 def _gloo() -> None:
