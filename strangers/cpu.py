@@ -99,11 +99,21 @@ def stand_in_for_gpus(count: int) -> None:
     _OnCPU().__enter__()
 
 
+def stand_in_for_accelerators() -> None:
+    """Also for the tests of PyTorch, which ask `torch.accelerator` for what `torch.cuda` has said."""
+    cuda = torch.cuda
+    for name in ("is_available", "device_count"):
+        setattr(torch.accelerator, name, getattr(cuda, name))
+    torch.accelerator.current_accelerator = _always(torch.device("cuda"))
+    torch.accelerator.current_device_index = cuda.current_device
+    torch.accelerator.set_device_index = torch.accelerator.synchronize = _always(None)
+
+
 def _gloo() -> None:
     """Make process groups and meshes of GPUs those of the CPU."""
     c10d, meshes = torch.distributed, torch.distributed.device_mesh
     c10d.is_nccl_available = _always(True)
-    begin, add, make = c10d.init_process_group, c10d.new_group, meshes.init_device_mesh
+    begin, add, make, wait = c10d.init_process_group, c10d.new_group, meshes.init_device_mesh, c10d.barrier
 
     def init_process_group(backend: str | None = None, *args: Any, **named: Any) -> None:
         named.pop("device_id", None)
@@ -116,12 +126,11 @@ def _gloo() -> None:
         named.pop("device_id", None)
         return add(ranks, _LIMIT, "gloo", **named)
 
+    def barrier(*args: Any, device_ids: object = None, **named: Any) -> Any:
+        return wait(*args, **named)
+
     def init_device_mesh(device_type: str, *args: Any, **named: Any) -> Any:
         return make("cpu", *args, **named)
 
-    c10d.init_process_group, c10d.new_group, c10d.init_device_mesh = (
-        init_process_group,
-        new_group,
-        init_device_mesh,
-    )
-    meshes.init_device_mesh = init_device_mesh
+    c10d.init_process_group, c10d.new_group, c10d.barrier = init_process_group, new_group, barrier
+    c10d.init_device_mesh = meshes.init_device_mesh = init_device_mesh

@@ -17,6 +17,12 @@ def _gpus(_: object) -> None:
     stand_in_for_gpus(int(_GPUS))
 
 
+def _accelerators(_: object) -> None:
+    from strangers.cpu import stand_in_for_accelerators
+
+    stand_in_for_accelerators()
+
+
 def _write_moments(_: object) -> None:
     from holdfast.events import Event, subscribe
 
@@ -29,5 +35,6 @@ def _write_moments(_: object) -> None:
 
 if _GPUS != "0":
     wrapt.register_post_import_hook(_gpus, "torch")
+    wrapt.register_post_import_hook(_accelerators, "torch.testing._internal.common_distributed")
 if _FOLDER:
     wrapt.register_post_import_hook(_write_moments, "holdfast.events")

@@ -45,6 +45,12 @@ class Dying(Trainer):
 
 
 trainer = Dying("""
+DEEPSPEED_ON_CPU = """
+import os
+os.environ.update(DS_ACCELERATOR="cpu", DS_BUILD_OPS="0")
+import deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it compiles for minutes
+"""
 MERGE = """
 import sys
 import holdfast
@@ -129,6 +135,15 @@ def test_fsdp2_goes_on_with_more_ranks(launcher: Launcher, tmp_path: Path) -> No
     program, run = programs_of("fsdp2")["train.py"], tmp_path / "run"
     two, four = losses(launcher.run(program, run)), losses(launcher.run(program, run, ranks=4))
     assert four == pytest.approx({step: loss for step, loss in two.items() if step > SAVED}, rel=1e-5)
+
+
+@pytest.mark.skipif(not there("deepspeed"), reason="needs deepspeed")
+def test_deepspeed_goes_on_with_another_number_of_ranks(launcher: Launcher, tmp_path: Path) -> None:
+    program, run = DEEPSPEED_ON_CPU + programs_of("deepspeed")["train.py"], tmp_path / "run"
+    two = losses(launcher.run(program, run))
+    assert list(two) == list(range(1, STEPS + 1))
+    three = losses(launcher.run(program, run, ranks=3))
+    assert three == pytest.approx({step: loss for step, loss in two.items() if step > SAVED}, rel=1e-5)
 
 
 @pytest.mark.soak

@@ -92,7 +92,8 @@ def test_an_optimizer_is_made_under_other_names(tmp_path: Path) -> None:
         ({"lr": ""}, "makes '' of 'lr', which is no name"),
         (lambda name: None, "makes None of 'lr', which is no name"),
         ({"lr": 3}, "rename must map names of the checkpoint to those of the state"),
-        (["lr"], "not list"),
+        ({"lr": 3}, "not {'lr': 3}"),
+        (["lr"], r"not \['lr'\]"),
     ],
 )
 def test_a_rename_that_makes_no_names_is_refused(

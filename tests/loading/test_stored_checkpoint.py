@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,8 +162,12 @@ def test_names_and_folders_that_are_not_there(tmp_path: Path) -> None:
         holdfast.open(tmp_path / "it")["model.hafl"]
     with pytest.raises(NotCommitted):
         holdfast.open(tmp_path / "nothing")
-    with pytest.raises(BadInput, match="dtype must be one of floating-point"):
-        holdfast.open(tmp_path / "it").read(dtype=torch.complex32)
+    wrong: list[Any] = [torch.complex32, "bfloat16", 1, {"model.w": torch.float16}]
+    for dtype in wrong:
+        with pytest.raises(BadInput, match=r"must be a torch\.dtype of floating-point numbers"):
+            holdfast.open(tmp_path / "it").read(dtype=dtype)
+        with pytest.raises(BadInput, match=r"must be a torch\.dtype of floating-point numbers"):
+            holdfast.load(tmp_path / "it", cast=dtype)
 
 
 def test_nothing_stays_open(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_metrics_are_numbers_of_any_kind() -> None:
         ({"acc": 1.0}, "metrics has no 'loss', by which best= chooses; it has acc."),
         ({"loss": "low"}, "metrics must be names with numbers"),
         ({"loss": torch.zeros(2)}, "metrics must be names with numbers"),
+        ({"loss": 10**400}, "metrics must be names with numbers"),
         ([1.0], "metrics must be names with numbers"),
     ):
         with pytest.raises(BadInput) as caught:

@@ -12,6 +12,7 @@ import numpy as np
 from holdfast._format.columns import Array, Columns
 from holdfast._io.source import ForeignSource, Source
 from holdfast._plan.merge import reordered
+from holdfast._values import shortened
 from holdfast.errors import BadInput
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
@@ -26,7 +27,7 @@ def check_rename(rename: object) -> None:
     if not (rename is None or callable(rename) or texts):
         raise BadInput(
             f"rename must map names of the checkpoint to those of the state, as texts or by a function, not "
-            f"{type(rename).__name__}.",
+            f"{shortened(repr(rename))}.",
             hint="rename={'module': 'model'} makes module.w model.w; rename={'module': ''} makes it w.",
         )
 

@@ -96,11 +96,10 @@ def load(
                 hint="holdfast.load(state, path) fills a state.",
             )
         return _load_values(state_dict, (include, exclude), cast or None, rename, lazy)
-    if lazy or not isinstance(cast, bool):
-        raise BadInput(
-            f"With a state, cast is True or False and lazy is False, not {cast!r} and {lazy!r}: the state's "
-            "own dtypes count, and it is filled at once."
-        )
+    if not isinstance(cast, bool):
+        raise BadInput(f"With a state, cast is True or False, not {cast!r}: the state's own dtypes count.")
+    if lazy:
+        raise BadInput("With a state, lazy must be False: it is filled at once.")
     store, job = open_store(path), job_of(job)
     state: Any = state_dict  # what is no dict of values is refused by `flatten`
     request = LoadRequest(

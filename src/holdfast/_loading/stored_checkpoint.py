@@ -249,10 +249,15 @@ def open(path: Folder) -> StoredCheckpoint:  # noqa: A001
 
 
 def _code(spec: TensorSpec, wanted: torch.dtype | None) -> int:
-    if wanted is None or not torch_dtype(spec.dtype).is_floating_point:
+    if wanted is None:
         return spec.dtype
-    if not wanted.is_floating_point:
-        raise BadInput(f"dtype must be one of floating-point numbers, not {wanted}.")
+    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+        raise BadInput(
+            f"The dtype to cast to must be a torch.dtype of floating-point numbers, not {wanted!r}.",
+            hint="For example torch.bfloat16.",
+        )
+    if not torch_dtype(spec.dtype).is_floating_point:
+        return spec.dtype
     return dtype_code(str(wanted)[6:], "The result")
 
 

@@ -148,5 +148,7 @@ def whole_step(step: object) -> int:
                 return number
     raise BadInput(
         f"step must be a whole number from 0 on, below {STEPS:.0e}, not {step!r}.",
-        hint="Count steps; a time in nanoseconds is too large." if hasattr(step, "__index__") else "",
+        hint="Count steps; a time in nanoseconds is too large."
+        if isinstance(step, int) and step >= STEPS
+        else "",
     )

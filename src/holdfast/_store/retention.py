@@ -114,7 +114,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
             for name, value in metrics.items():
                 number = float(value)
                 found[str(name)] = number if isfinite(number) else None
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             given = shortened(repr(metrics))
             raise BadInput(f"metrics must be names with numbers, not {given}: {error}.") from None
         if self.best is not None and self.best not in found:
