@@ -113,11 +113,11 @@ def test_a_phase_costs_the_program_few_microseconds(tmp_path: Path) -> None:
     """docs/report.md says less than 50."""
 
     def phases() -> float:
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(2000):
             with events.phase("step"):
                 pass
-        return (time.perf_counter() - began) / 2000
+        return (time.thread_time() - began) / 2000
 
     without = min(phases() for _ in range(5))
     end = events.record(tmp_path)
