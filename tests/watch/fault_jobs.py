@@ -250,6 +250,18 @@ def late(job: Job) -> None:
     all_reduce(job.train)
 
 
+def late_and_slow_to_answer(job: Job) -> None:
+    """Its work keeps the GIL in pieces, so that its other threads go on slowly."""
+    if job.is_odd:
+        ends = time.monotonic() + job.seconds * 0.85
+        while time.monotonic() < ends:
+            hold_the_gil(0.15)
+            check_a_part()
+            hold_the_gil(0.15)
+            plan_a_part()
+    all_reduce(job.train)
+
+
 def two_are_late(job: Job) -> None:
     if job.rank in (ODD, 5):
         compute(LONG)
@@ -481,6 +493,7 @@ JOBS: dict[str, Callable[[Job], None]] = {
         opens_groups_in_another_order,
         before_our_save,
         late,
+        late_and_slow_to_answer,
         two_are_late,
         plans_a_checkpoint,
         in_a_long_call,

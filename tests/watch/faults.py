@@ -83,6 +83,7 @@ FAULTS = (
     Fault("opens_groups_in_another_order", "cycle", None, asked=True),
     Fault("before_our_save", "stuck", (3,), 12.0),
     Fault("late", "late", (3,), 2 * TIMEOUT, comes=True),
+    Fault("late_and_slow_to_answer", "late", (3,), 2 * TIMEOUT, comes=True),
     Fault("two_are_late", "late", (3, 5)),
     Fault("plans_a_checkpoint", "late", (0,)),
     Fault("in_a_long_call", "late", (3,)),

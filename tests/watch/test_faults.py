@@ -37,7 +37,7 @@ def test_a_late_rank_is_told_and_comes(tmp_path: Path) -> None:
     assert names == ["job-0", *(f"rank-{rank}.json" for rank in range(RANKS))]
 
 
-@pytest.mark.parametrize("name", ["in_another_order", "leaves_one_out"])
+@pytest.mark.parametrize("name", ["in_another_order", "leaves_one_out", "late_and_slow_to_answer"])
 def test_some_faults_are_named(name: str, tmp_path: Path) -> None:
     found = run(BY_NAME[name], tmp_path)
     assert found.is_right, (found.told, found.possible)

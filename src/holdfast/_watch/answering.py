@@ -38,6 +38,8 @@ LOOKS = 10
 """How often a rank looks whether it moves."""
 LEAST = 1.0
 """Seconds that this takes, at least."""
+SLOW = 3.0
+"""Seconds, beside the grace, in which the second answer of a rank may come: its machine may be loaded."""
 NOTED = 2.0
 """Seconds in which the folder answers which jobs have a part in a call."""
 JOINED = 3.0
@@ -127,16 +129,20 @@ class Answering:
             events.emit("roll_call.told", rank=rank, why=self._asked.why, folder=self._folder)
 
     def _later(self, found: Rank, until: float) -> tuple[Stack, ...]:
-        """Return the stacks of the first look at which the main thread has moved, or else of the last. It
-        takes the whole time, so that what is measured beside it says something."""
+        """Return the stacks of the first look that shows the main thread in another function, or else at
+        another line, or else of the last. It takes the whole time, so that what is measured beside it says
+        something."""
         span = max(until - time.monotonic(), LEAST)
+        first = found.stacks[0].calls if found.stacks else ()
         moved: tuple[Stack, ...] = ()
+        is_elsewhere = False
         for look in range(LOOKS):
             # Not in step with what the program does again and again.
             self._over.wait(span / LOOKS * (0.5 + spread(look)))
-            later = () if moved else stacks_here()
-            if later and found.stacks and later[0].calls != found.stacks[0].calls:
-                moved = later
+            later = () if is_elsewhere or not first else stacks_here()
+            if later and later[0].calls != first:
+                is_elsewhere = later[0].calls[0].function != first[0].function
+                moved = later if is_elsewhere or not moved else moved
         return moved or stacks_here()
 
     def _is_over(self) -> bool:
@@ -242,6 +248,10 @@ class Answering:
         collector = Collector()
         everyone = range(self._base.world_size)
         answers = self._answers(everyone)
+        ends = time.monotonic() + SLOW
+        while (slow := [rank for rank in answers if _is_first(answers[rank])]) and time.monotonic() < ends:
+            self._over.wait(self._pace)
+            answers |= self._answers(slow)
         for rank, answer in answers.items():
             read_roll_call(answer, collector, f"rank-{rank}.json")
         gone = [rank for rank in everyone if rank not in answers]
@@ -258,6 +268,11 @@ class Answering:
         self._base.put(f"roll/{self._number}/over", {})
         self._base.delete([f"roll/{self._number}/{rank}" for rank in everyone])
         return collector
+
+
+def _is_first(answer: Message) -> bool:
+    found = answer["roll_call"]
+    return found.get("busy") is None and not found.get("endings")
 
 
 def _seen_from_here(rank: int, seen: Seen) -> Rank | None:
