@@ -22,7 +22,6 @@ _EXITS = _OWN + "_exits.py"
 _SYSTEM_EXIT = os.path.join(_OWN, "_groups", "ending", "system_exit.py")
 _ROSTER = os.path.join(_OWN, "_roster", "")
 """A thread whose code is there waits for messages."""
-_THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
 
 
@@ -83,16 +82,11 @@ def where_thread_is(thread: threading.Thread) -> str:
     return _where(name, list(_stack(frame_of(thread))), [list(_stack(frame)) for frame in workers])
 
 
-def where_dumped(dump: str, main_thread: int) -> str:
-    """Say where the main thread of another process is, by what faulthandler has written of its threads."""
-    stacks: dict[int, list[StackFrame]] = {}
-    stack: list[StackFrame] = []
-    for line in dump.splitlines():
-        if (thread := _THREAD.match(line)) is not None:
-            stack = stacks.setdefault(int(thread[1], 16), [])
-        elif (frame := _FRAME.match(line)) is not None:
-            stack.append(StackFrame(frame[1], int(frame[2]), frame[3]))
-    return _where("main thread", stacks[main_thread], []) if main_thread in stacks else ""
+def where_dumped(dump: str) -> str:
+    """Say where the main thread of another process is, by what faulthandler has written of it."""
+    frames = (_FRAME.match(line) for line in dump.splitlines())
+    stack = [StackFrame(frame[1], int(frame[2]), frame[3]) for frame in frames if frame is not None]
+    return _where("main thread", stack, []) if stack else ""
 
 
 def _where(name: str, stack: list[StackFrame], workers: list[list[StackFrame]]) -> str:

@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,10 +30,12 @@ OOM = "the kernel has killed in this cgroup, as its memory was full"
 UNSEEN = "?"
 """In place of a state letter that could not be read; nobody has ended for that."""
 DUMP_WITHIN = 0.5
-"""Seconds to wait for the stacks of another process."""
+"""Seconds to wait for the stack of another process."""
+REST = 0.05
+"""Seconds in which a thread that rests was not woken once."""
 _SIGNALS = range(57, 49, -1)
 """Real-time signals that are tried for `StackDump`; few programs use them."""
-_DUMP = "holdfast-stacks"
+_DUMP = "holdfast-stack"
 """Name of the files in memory that stacks are written to."""
 
 
@@ -127,10 +128,10 @@ class Identity(msgspec.Struct, frozen=True):
     address: str = ""
     port: int = 0
     """Where the kernel answers for this process; 0: nowhere."""
-    main_thread: int = 0
     dump_signal: int = 0
     dump_file: int = 0
-    """The signal on which it writes its stacks, and its descriptor that they go to; 0: it does not."""
+    """The signal on which it writes the stack of its main thread, and its descriptor that this goes to; 0: it
+    does not."""
 
     def is_of_this_machine(self) -> bool:
         """Return whether /proc here shows that process."""
@@ -168,12 +169,19 @@ class Identity(msgspec.Struct, frozen=True):
         last = self.stat()
         return last is not None and last.state in GONE and last.exit_status == 0
 
-    def stacks(self) -> str:
-        """Have a process of this machine write the stacks of its threads; "" if it does not.
+    def rests(self) -> bool:
+        """Return whether its main thread waits in one call of the system, and does not go on even once."""
+        before = wakes(self.pid)
+        time.sleep(REST)
+        return self.state() == "S" and wakes(self.pid) == before
 
-        faulthandler's signal handler writes them, which needs no GIL.
+    def stack(self) -> str:
+        """Have a process of this machine write the stack of its main thread; "" if it does not.
+
+        faulthandler's signal handler writes it, which needs no GIL. Only while that thread rests: of frames
+        that change meanwhile, its own or those of other threads, the handler ends the process by SIGSEGV.
         """
-        if not self.dump_signal or not self.state():
+        if not self.dump_signal or not self.rests():
             return ""
         # By its default a signal ends a process: send it only to one that catches it.
         caught = _status(self.pid, "SigCgt")
@@ -248,13 +256,12 @@ def this_process(rank: int) -> Identity:
     pid = os.getpid()
     _oom_kills_before(pid)
     host, machine, started = _of_this_process(pid)
-    main = threading.main_thread().ident or 0
-    return Identity(rank, host, pid, machine, started, secrets.token_hex(8), main_thread=main)
+    return Identity(rank, host, pid, machine, started, secrets.token_hex(8))
 
 
 class StackDump:
-    """Lets other processes of this host have the stacks of this one written (`Identity.stacks`), while
-    anybody wants that: it sets the handler of a signal."""
+    """Lets other processes of this host have the stack of this one written (`Identity.stack`), while anybody
+    wants that: it sets the handler of a signal."""
 
     def __init__(self) -> None:
         self.signal = self.file = 0
@@ -282,7 +289,7 @@ class StackDump:
             file = os.memfd_create(_DUMP)
             # The reader cuts it to nothing first.
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
-            faulthandler.register(free[0], file, all_threads=True)
+            faulthandler.register(free[0], file, all_threads=False)
             self.signal, self.file = free[0], file
 
 

@@ -3,7 +3,7 @@
 The first rank that asks claims `where/<rank>/ask`; all others who ask before the answer is there share its
 question. The heart of the asked rank looks for it at every beat, and answers in `where/<rank>`, with the
 questions that this answers. While that process holds the GIL, its heart does not run: then a neighbour on its
-machine answers for it, with what the kernel shows, and with the stacks that faulthandler writes on a signal.
+machine answers for it, with what the kernel shows, and with the stack that faulthandler writes on a signal.
 Ranks that are threads of one process (tests) are looked at without a message.
 """
 
@@ -112,7 +112,7 @@ def where_seen(seen: Seen) -> str:
         return ""
     if seen.held():
         return f"it is {seen.held()} (state {seen.state})"
-    return where_dumped(seen.vitals.who.stacks(), seen.vitals.who.main_thread)
+    return where_dumped(seen.vitals.who.stack())
 
 
 _here: WeakValueDictionary[tuple[str, int], threading.Thread] = WeakValueDictionary()

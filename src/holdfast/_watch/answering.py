@@ -297,7 +297,7 @@ def _seen_again(held: Held) -> Rank:
 
 def _dumped(who: Identity) -> tuple[Stack, ...]:
     collector = Collector()
-    read_stacks(who.stacks().splitlines(), collector, "faulthandler", who.rank, is_later=False)
+    read_stacks(who.stack().splitlines(), collector, "faulthandler", who.rank, is_later=False)
     return tuple(collector.rank(who.rank).stacks)
 
 

@@ -28,7 +28,9 @@ _SERVED = re.compile(r"^=== Rank (\d{1,6}): ")
 _THREAD = re.compile(r'^Thread (\S+) \([^)]*\)(?:: "(.*)")?')
 _CALL = re.compile(r"^\s+(\S.*?) \(([^()]*?)(?::(\d+))?\)$")
 _NAME = re.compile(r'^\s{8,}(\w+): "?(.*?)"?$')
-_FAULT_THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[.*\])? \(most recent call first\):")
+_FAULT_THREAD = re.compile(
+    r"^(Current thread|Thread|Stack)(?: (0x[0-9a-f]+)(?: \[.*\])?)? \(most recent call first\):"
+)
 _FAULT_CALL = re.compile(r'^\s+File "(.*)", line (\d+) in (.*)')
 MOST_CALLS = 200
 
