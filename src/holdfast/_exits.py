@@ -15,6 +15,8 @@ from __future__ import annotations
 import atexit
 import gc
 import io
+import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -63,6 +65,10 @@ class _Ending:
         self.listeners: list[Callable[[], None]] = []
         self.code: object = _UNKNOWN
         """Of the SystemExit that ends the program, if somebody has seen it."""
+        self.error: BaseException | None = None
+        """What ends the program of a child of multiprocessing, also a SystemExit that is no success."""
+        self.is_child = False
+        """Whether multiprocessing runs the steps."""
         self.ended = self.goes_first = self.working = self.over = self.hurries = False
         self.failures: list[Failure] = []
         """What failed in the steps, and after them in other `atexit` handlers."""
@@ -141,7 +147,7 @@ def note_code(code: object) -> None:
 
 def uncaught() -> BaseException | None:
     """Return the exception that ends this process, or None; a SystemExit is none."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    error = _ending.error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return error if isinstance(error, BaseException) else None
 
 
@@ -151,6 +157,10 @@ def uncaught() -> BaseException | None:
 def _hook() -> None:
     global _hooked
     with _lock:
+        if multiprocessing.parent_process() is not None and not _ending.is_child:
+            _ending.is_child = True
+            # Mostly it ends by os._exit, and no `atexit` handler runs. Of all finalizers this is the first.
+            multiprocessing.util.Finalize(None, _at_end_of_child, exitpriority=1000)
         if _hooked:
             return
         _hooked = True
@@ -182,6 +192,17 @@ def _tell() -> None:
         for listener in _ending.listeners:
             with suppress(Exception):  # threads must be joined, whatever it raises
                 listener()
+
+
+def _at_end_of_child() -> None:
+    """Run at the end of a child of multiprocessing, which handles what has ended its program after this."""
+    error = sys.exc_info()[1]
+    if not isinstance(error, SystemExit) or error.code:
+        _ending.error = error
+    _tell()
+    _ending.run()
+    if _ending.failures and error is None:
+        _end()
 
 
 def _at_exit() -> None:

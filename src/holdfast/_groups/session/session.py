@@ -22,7 +22,7 @@ from typing import Self
 import torch.distributed as dist
 
 from holdfast._deadline import check_seconds
-from holdfast._exits import Failure, Stage, at_exit
+from holdfast._exits import Failure, Stage, at_exit, uncaught
 from holdfast._groups.ending.bound import bound_exit
 from holdfast._groups.ending.system_exit import how_it_ended, program_exit, see_exits
 from holdfast._groups.lifecycle.close import Closing
@@ -195,10 +195,11 @@ class Session:
         exited = program_exit()
         self._way.come_back()
         try:
-            if self.failure is None and (exited is None or not exited.code):
+            error = SystemExit(exited.code) if exited is not None and exited.code else uncaught()
+            if self.failure is None and error is None:
                 self._close_at_exit()
             else:
-                self._end(SystemExit(exited.code) if exited is not None else None)
+                self._end(error)
         except BaseException as error:
             if not hasattr(error, TOLD):
                 print(f"rank {self._roster.rank} ends: {error}", file=sys.stderr, flush=True)
