@@ -66,7 +66,7 @@ class _Ending:
         self.code: object = _UNKNOWN
         """Of the SystemExit that ends the program, if somebody has seen it."""
         self.error: BaseException | None = None
-        """What ends the program of a child of multiprocessing, also a SystemExit that is no success."""
+        """Of a child of multiprocessing, also a SystemExit that is no success."""
         self.is_child = False
         """Whether multiprocessing runs the steps."""
         self.ended = self.goes_first = self.working = self.over = self.hurries = False
@@ -149,6 +149,11 @@ def uncaught() -> BaseException | None:
     """Return the exception that ends this process, or None; a SystemExit is none."""
     error = _ending.error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return error if isinstance(error, BaseException) else None
+
+
+def error_of_child() -> BaseException | None:
+    """Return what ends the program of a child of multiprocessing, for which there is no excepthook."""
+    return _ending.error
 
 
 # -- what the interpreter calls ------------------------------------------------------------------

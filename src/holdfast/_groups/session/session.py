@@ -22,7 +22,7 @@ from typing import Self
 import torch.distributed as dist
 
 from holdfast._deadline import check_seconds
-from holdfast._exits import Failure, Stage, at_exit, uncaught
+from holdfast._exits import Failure, Stage, at_exit, error_of_child
 from holdfast._groups.ending.bound import bound_exit
 from holdfast._groups.ending.system_exit import how_it_ended, program_exit, see_exits
 from holdfast._groups.lifecycle.close import Closing
@@ -195,7 +195,7 @@ class Session:
         exited = program_exit()
         self._way.come_back()
         try:
-            error = SystemExit(exited.code) if exited is not None and exited.code else uncaught()
+            error = SystemExit(exited.code) if exited is not None and exited.code else error_of_child()
             if self.failure is None and error is None:
                 self._close_at_exit()
             else:
