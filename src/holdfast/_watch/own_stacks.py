@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from types import FrameType
 
@@ -22,6 +24,7 @@ from holdfast._watch.ways import way_of
 _HERE = Source("roll call")
 _OPENS = "_new_process_group_helper"
 """torch's function that opens a group."""
+_GIVE_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
 
 
 def stacks_here(ways: bool = False) -> tuple[Stack, ...]:
@@ -57,14 +60,30 @@ def _stack(thread: str, frame: FrameType | None, with_ways: bool) -> Stack:
         frame = frame.f_back
     calls = tuple(Call(one.f_code.co_name, one.f_code.co_filename, line) for one, _, line in read)
     ways = [
-        None if is_of_a_library(call) else way_of(one.f_code, at, one.f_locals)
+        None if is_of_a_library(call) else way_of(one.f_code, at, _variables(one))
         for call, (one, at, _) in zip(calls, read, strict=True)
         if with_ways
     ]
     # A group that is being opened stands in no record yet.
-    opened = [one.f_locals.get("group_name") for one, _, _ in read if one.f_code.co_name == _OPENS]
+    opened = [_variables(one).get("group_name") for one, _, _ in read if one.f_code.co_name == _OPENS]
     names = {"group_name": str(opened[0])} if opened else {}
     return Stack(thread, calls, _HERE, names, ways=tuple(ways))
+
+
+def _variables(frame: FrameType) -> Mapping[str, object]:
+    """Return the variables of a frame, and change nothing in it.
+
+    Before Python 3.13, a function that is looked at keeps a dict of all its values to its end, so that tensors
+    are not freed that it has deleted. It is the dict that `locals()` gives, and a debugger writes back from it.
+    """
+    if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return frame.f_locals
+    if frame.f_trace is not None or _GIVE_LOCALS & {*frame.f_code.co_names}:
+        return {}
+    kept = frame.f_locals
+    found = dict(kept)
+    kept.clear()
+    return found
 
 
 def evidence_here(rank: int, presences: list[Presence]) -> tuple[Rank, dict[str, tuple[int, ...]]]:
