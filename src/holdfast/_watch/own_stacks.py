@@ -73,8 +73,8 @@ def _stack(thread: str, frame: FrameType | None, with_ways: bool) -> Stack:
 def _variables(frame: FrameType) -> Mapping[str, object]:
     """Return the variables of a frame, and change nothing in it.
 
-    Before Python 3.13, a function that is looked at keeps a dict of all its values to its end: tensors that it
-    deletes are not freed. It is the dict that `locals()` gives, and a debugger writes back from it.
+    Before Python 3.13, a function that is looked at keeps a dict of all its values to its end: tensors that
+    it deletes are not freed. It is the dict that `locals()` gives, and a debugger writes back from it.
     """
     if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return frame.f_locals
