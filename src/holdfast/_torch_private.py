@@ -144,6 +144,11 @@ def timeout_of(group: dist.ProcessGroup) -> float | None:
     return None
 
 
+def shortest_timeout() -> float | None:
+    """Return the least timeout of the groups of this process; None where none can be known."""
+    return min(filter(None, (timeout_of(one.group) for one in known_groups())), default=None)
+
+
 def is_open(group: dist.ProcessGroup) -> bool | None:
     """Return whether a group has a communicator already; None where that can't be known."""
     for backend in _backends(group):
@@ -156,9 +161,13 @@ def is_open(group: dist.ProcessGroup) -> bool | None:
 
 def flight_records(entries: bool = False) -> list[dict[str, Any]]:
     """Return torch's flight records of this process: the last numbers of each group, and with `entries` each
-    collective that is still known. Empty where torch has no recorder, or none for the backend."""
+    collective that is still known, except of a process that uses CUDA. Empty where torch has no recorder, or
+    none for the backend."""
     from torch._C import _distributed_c10d as c10d
 
+    # For its entries the recorder asks CUDA about events, and a graph that another thread captures meanwhile
+    # fails by that (pytorch 104487); the events may also be freed meanwhile.
+    entries = entries and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     records = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(c10d, name, None)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+import torch.distributed as dist
 
+from holdfast._torch_private import flight_records
 from holdfast._watch import roll_call
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
@@ -79,3 +84,52 @@ def test_a_record_that_does_not_tell_a_timeout_is_read_once_a_collective(
         done = number
         assert [pending.too_long() for _ in range(5)] == [None] * 5
     assert read.count(True) == 2
+
+
+def test_of_a_process_that_uses_cuda_only_numbers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the time of a call is known without. That a graph can be captured meanwhile, a test on a GPU shows."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=70),
+    )
+    try:
+        dist.new_group([0], timeout=timedelta(seconds=50))
+        dist.all_reduce(torch.ones(1))
+        assert any(record.get("entries") for record in flight_records(entries=True))
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        records = flight_records(entries=True)
+        assert not any(record.get("entries") for record in records)
+        assert [record["pg_status"]["0"]["last_enqueued_collective"] for record in records if record] == ["1"]
+        assert roll_call.Pending()._limit((0, "0"), 0) == 50.0
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_a_graph_is_captured_while_records_are_read() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            flight_records(entries=True)
+
+    reader = threading.Thread(target=read)
+    try:
+        reader.start()
+        for _ in range(20):
+            values = torch.ones(1 << 20, device=device)
+            dist.all_reduce(values)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                values.mul_(2)
+            graph.replay()
+    finally:
+        over.set()
+        reader.join()
+        dist.destroy_process_group()

@@ -29,7 +29,7 @@ from holdfast._roster.base import Roster
 from holdfast._roster.beacon import Beacon, Presence, beacon_of
 from holdfast._roster.presence import pace, read
 from holdfast._threads import start_thread
-from holdfast._torch_private import flight_records
+from holdfast._torch_private import flight_records, shortest_timeout
 from holdfast._watch.answering import Answering, Asked
 from holdfast._watch.shared_call import waiting_call
 from holdfast.errors import RosterLost
@@ -102,7 +102,7 @@ class Pending:
                 for entry in record.get("entries", ()):
                     if entry.get("timeout_ms"):
                         self._limits[number, str(entry.get("pg_id"))] = int(entry["timeout_ms"]) / 1000
-        return self._limits.get(key)
+        return self._limits.get(key) or shortest_timeout()
 
 
 def _statuses() -> Iterable[tuple[tuple[int, str], int, int]]:
