@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import holdfast
+from tests.groups.session.launch import Forks
 from tests.support.processes import ProcessWorld
 
 HERE = "tests.integrations.test_guard_healthy"
@@ -208,3 +210,58 @@ def test_a_world_of_which_one_rank_is_there() -> None:
         [sys.executable, "-c", FAKE], text=True, capture_output=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("tests.support.run_code") as made:
+        yield made
+
+
+LAST = """
+import atexit, os, subprocess, sys, time
+import torch, torch.distributed as dist, holdfast
+
+holdfast.install("torch-dcp")
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+
+def meet():
+    with holdfast.guarded("a save"):
+        dist.barrier()
+
+
+meet()
+"""
+STOPPED = """
+if rank == 1:
+    subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"])
+else:
+    time.sleep(2)
+meet()
+"""
+
+
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"], ids=["end", "destroy"])
+def test_a_rank_that_is_slow_to_leave_the_last_call(end: str, forks: Forks, tmp_path: Path) -> None:
+    """It still reads the outcome, from the message store in the process of rank 0, which is done."""
+    ended = forks.run([LAST + STOPPED + end], [0, 1], 2, tmp_path / "terminal", 60.0)
+    assert ended.codes == [0, 0], ended.said
+
+
+IN_A_HANDLER = """
+def last():
+    time.sleep(2 * rank)
+    meet()
+    time.sleep(2 * (1 - rank))  # rank 0 has the message store
+    print("met")
+
+
+atexit.register(last)
+"""
+
+
+def test_ranks_meet_in_atexit_handlers(forks: Forks, tmp_path: Path) -> None:
+    ended = forks.run([LAST + IN_A_HANDLER], [0, 1], 2, tmp_path / "terminal", 60.0)
+    assert (ended.codes, ended.said.count("met")) == ([0, 0], 2), ended.said

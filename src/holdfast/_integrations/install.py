@@ -83,6 +83,7 @@ class _Installation:
             [
                 *_guards(self.settings, lambda place: self.unreached.pop(place, None)),
                 Replacement(_C10D, "init_process_group", "watch", self._shown),
+                Replacement(_C10D, "destroy_process_group", "watch", self._seen_off),
             ]
         )
         rebind([*self.patches.values(), self.own])
@@ -101,6 +102,18 @@ class _Installation:
             self._show()
 
         return init_process_group
+
+    def _seen_off(self, original: Callable[..., object]) -> Callable[..., object]:
+        """Make `destroy_process_group` that first lets the others leave the last call, if the message store
+        ends with the group."""
+
+        @wraps(original)
+        def destroy_process_group(*args: object, **named: object) -> None:
+            if self.beacon is not None and sys.exception() is None:
+                self.beacon.see_off()
+            original(*args, **named)
+
+        return destroy_process_group
 
     def _show(self) -> None:
         import torch.distributed as dist
@@ -126,6 +139,8 @@ class _Installation:
             self.say_unreached()
         if self.beacon is not None:
             self.beacon.end(how_it_ended())
+            if uncaught() is None:
+                self.beacon.see_off()
 
     def say_unreached(self) -> None:
         """Warn, on rank 0, of guards that guarded nothing: the program calls another function, or has bound

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from weakref import ref
 
 from holdfast._deadline import REAL_CLOCK, Clock, Deadline, Limits
+from holdfast._exits import is_over
 from holdfast._options import read_environment
 from holdfast._protocol.job import Job, job_of, limits_of
 from holdfast._roster.base import Roster
@@ -64,6 +65,9 @@ def begin_call(
     # Without a timeout of the caller's, a call waits as long as a collective of that group would.
     if job.timeout is None and job.roster is None and not isinstance(roster, MemoryRoster):
         at_least = max(at_least, own_timeout(job.participants))
+    # A call in an `atexit` handler meets such calls of the others, which come after they have said that
+    # their programs have ended.
+    past_end = past_end or is_over()
     limits = replace(limits_of(job), at_least=at_least, while_alive=while_alive, past_end=past_end)
     return Call(roster, ranks, limits.deadline(clock), limits)
 

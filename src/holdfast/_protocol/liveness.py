@@ -208,7 +208,7 @@ class PeerMonitor:
         known, me = dict(seen), context.rank
         # A rank, the operations on the way to it (it is waited for in the last one), and the ranks.
         open_: list[tuple[int, tuple[str, ...], tuple[int, ...]]] = [
-            (rank, (context.key,), (rank,)) for rank, one in seen.items() if not _is_in(one, context.key)
+            (rank, (context.key,), (rank,)) for rank, one in seen.items() if not one.is_in(context.key)
         ]
         for _ in range(2 * QUOTED):
             if not open_:
@@ -376,7 +376,7 @@ class PeerMonitor:
         shown = "; ".join(str(info) for info in infos[:QUOTED]) + (
             f"; and {count - QUOTED} more" if count > QUOTED else ""
         )
-        entered = any(_is_in(seen[info.rank], context.key) or seen[info.rank].ended for info in infos)
+        entered = any(seen[info.rank].is_in(context.key) or seen[info.rank].ended for info in infos)
         why = "the deadline passed" if kind is DeadlineExceeded else "a rank was given up"
         whom = f"rank {infos[0].rank}" if count == 1 else f"{count} ranks"
         return kind(
@@ -388,10 +388,6 @@ class PeerMonitor:
             missing=tuple(infos),
             hint=context.hint if entered else f"{context.hint} {NO_PART}".lstrip(),
         )
-
-
-def _is_in(seen: Seen, key: str) -> bool:
-    return seen.vitals is not None and key in seen.vitals.operations
 
 
 def _declared_wait(seen: Seen, key: str) -> tuple[str, list[int]]:

@@ -20,7 +20,7 @@ from holdfast._deadline import Deadline, Limits
 from holdfast._heart import heart
 from holdfast._roster.base import Roster
 from holdfast._roster.neighbours import Watch
-from holdfast._roster.presence import Gone, Vitals, at_key, pace, spread
+from holdfast._roster.presence import Gone, Vitals, at_key, pace, see, spread
 from holdfast._roster.process import stack_dump, this_process
 from holdfast._roster.whereabouts import Answering
 from holdfast._values import Message
@@ -29,6 +29,10 @@ from holdfast.errors import RosterLost
 BEAT = 1.0
 """Seconds between two beats; more in a large world, whose store answers a hundred thousand questions a
 second. There a beat only looks how the operations go; the rest comes at the `pace` of all looks."""
+
+
+SEE_OFF = 30.0
+"""Seconds that a process with the message store stays for ranks that are stopped, at most."""
 
 
 class Presence:
@@ -128,6 +132,8 @@ class Beacon:
         self._operations: dict[tuple[int, str], Presence] = {}
         self._beating: set[object] = set()
         self._last: Message = {}
+        self._left_with: Sequence[int] = ()
+        """The ranks of the operation that this one was in last."""
         self._beats = 0
         self._lock = threading.Lock()
 
@@ -146,6 +152,17 @@ class Beacon:
         self.ended = how
         with suppress(RosterLost):
             self.send(self._bounded())
+
+    def see_off(self) -> None:
+        """Wait until the others have left the operation that this rank has left last: they still read its
+        outcome, in a message store that ends with this process, or with its process group."""
+        roster, ends = self._bounded(), time.monotonic() + SEE_OFF
+        with suppress(RosterLost):
+            others = [rank for rank in self._left_with if rank != self.who.rank]
+            while roster is not None and others and roster.serves() and time.monotonic() < ends:
+                key, seen = self._last["key"], see(roster, others)
+                others = [rank for rank, one in seen.items() if one.is_in(key) and not one.ended]
+                time.sleep(0.01 if others else 0.0)
 
     def _bounded(self) -> Roster | None:
         roster = self._roster()
@@ -185,6 +202,7 @@ class Beacon:
             if self._operations.pop((id(presence), presence.operation), None) is not None:
                 # Kept in the message: an error can say how this rank's last call ended.
                 self._last = {"key": presence.operation, **presence.record()}
+                self._left_with = presence.participants
         self.watch.end(presence)
         self.let_go(presence)
 

@@ -85,6 +85,10 @@ class Seen(NamedTuple):
     state: str = ""
     """The state letter of its process, if that can be seen from here."""
 
+    def is_in(self, key: str) -> bool:
+        """Does it show itself in an operation?"""
+        return self.vitals is not None and key in self.vitals.operations
+
     def held(self) -> str:
         """Say what keeps its process from doing anything; "" if nothing does."""
         return HELD.get(self.state, "")
