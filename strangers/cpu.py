@@ -106,6 +106,7 @@ def stand_in_for_accelerators() -> None:
         setattr(torch.accelerator, name, getattr(cuda, name))
     torch.accelerator.current_accelerator = _always(torch.device("cuda"))
     torch.accelerator.current_device_index = cuda.current_device
+    torch.accelerator.current_stream = cuda.current_stream  # Adam's step asks it
     torch.accelerator.set_device_index = torch.accelerator.synchronize = _always(None)
 
 

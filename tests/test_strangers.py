@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,14 @@ def test_under_holdfast_run_on_ranks_without_gpus(
     words = words_for(tmp_path, copies, difference, name="others", line="holdfast run", ranks=2, gpus=2)
     assert main(words) == 0
     assert f"others/{SUITE:63}     2     1            0         2" in capsys.readouterr().out
+
+
+def test_adam_steps_where_pytorchs_tests_find_gpus() -> None:
+    """It asks `torch.accelerator` for its stream."""
+    program = "import torch\nfrom strangers.cpu import stand_in_for_accelerators, stand_in_for_gpus\n"
+    program += "stand_in_for_gpus(2)\nstand_in_for_accelerators()\nw = torch.nn.Linear(2, 2, device='cuda')\n"
+    program += "w(torch.ones(2)).sum().backward()\ntorch.optim.Adam(w.parameters()).step()"
+    subprocess.run([sys.executable, "-c", program], cwd=STRANGERS.parent, check=True, timeout=60)
 
 
 def test_a_difference_that_is_gone_fails_and_one_that_did_not_run_does_not(
