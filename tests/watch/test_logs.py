@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,8 @@ from holdfast._watch.log import BLOCK, lines_that_tell
 from holdfast._watch.log_lines import without_prefix
 from holdfast._watch.read import read_all
 from holdfast._watch.verdict import Diagnosis
+from holdfast.errors import BadInput
+from tests.museum.museum import exhibits
 
 
 def read(folder: Path, *lines: str) -> Evidence:
@@ -62,6 +67,83 @@ def status(
 def test_prefixes_of_launchers(line: str, rank: int | None, text: str) -> None:
     found = without_prefix(line.encode())
     assert (found.rank, found.text) == (rank, text)
+
+
+AT = "2026-11-26T09:10:11.123456789Z"
+SUMMARY = """Root Cause (first observed failure):
+[0]:
+  rank      : 3 (local_rank: 3)
+  exitcode  : -9 (pid: 12)
+"""
+LOGS = [
+    SUMMARY,
+    'world size 4\nTraceback (most recent call last):\n  File "a.py", line 3, in f\n    f()\nValueError: x\n',
+]
+LOGS += ["".join(one.text for one in exhibit.sections if one.kind == "log") for exhibit in exhibits()]
+
+
+def each(wrapped: Callable[[str], str]) -> Callable[[str], bytes]:
+    return lambda text: "".join(wrapped(line) + "\n" for line in text.splitlines()).encode()
+
+
+FORMS: dict[str, Callable[[str], bytes]] = {
+    "CRLF": lambda text: text.replace("\n", "\r\n").encode(),
+    "UTF-16": lambda text: text.encode("utf-16"),
+    "UTF-8 with a mark": lambda text: text.encode("utf-8-sig"),
+    "cut while it was written": lambda text: b"\0" * 70_000 + text.encode().replace(b"\n", b"\n\0\0"),
+    "gzip in two parts": lambda text: gzip.compress(text[:99].encode()) + gzip.compress(text[99:].encode()),
+    "gzip without its end": lambda text: gzip.compress(text.encode() + b"x" * 9)[:-9],
+    "colours": each(lambda line: f"\x1b]0;title\x07\x1b[1;31m{line}\x1b[0m"),
+    "docker": each(lambda line: json.dumps({"log": f"3%\r{line}\n", "stream": "stderr", "time": AT})),
+    "gcloud": each(lambda line: json.dumps({"insertId": "a", "textPayload": line, "timestamp": AT})),
+    "containerd": each(lambda line: f"{AT} stderr F {line}"),
+    "kubectl logs --prefix": each(lambda line: f"[pod/train-0/pytorch] {line}"),
+    "kubectl logs --prefix --timestamps": each(lambda line: f"[pod/train-0/pytorch] {AT} {line}"),
+    "journald": each(lambda line: f"Nov  6 09:10:11 node-17 torchrun[1234]: {line}"),
+    "journald -o short-iso": each(lambda line: f"2026-11-26T09:10:11+0000 node-17 python3.12[1234]: {line}"),
+    "Loki": each(lambda line: f'{AT} {{app="train", container="pytorch", pod="train-worker-0", node="a"}} {line}'),
+    "srun -l": each(lambda line: f"12: {line}"),
+    "srun -l of Kubernetes": each(lambda line: f"{AT}  3: {line}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_of_a_log_changes_no_answer(form: str, tmp_path: Path) -> None:
+    """Logs of the museum, and of launchers, as they come to people."""
+
+    def said(name: str, data: bytes) -> list[object]:
+        (tmp_path / name).write_bytes(data)
+        found = diagnose(read_all([str(tmp_path / name)]))
+        judged = [*filter(None, [found.verdict]), *found.possible]
+        told = [
+            (one.kind, one.ranks, one.basis, one.number, one.group, one.call, one.summary) for one in judged
+        ]
+        return [told, found.ranks, found.world_size, len(found.collect)]
+
+    for text in filter(None, LOGS):
+        assert said("wrapped.log", FORMS[form](text)) == said("job.log", text.encode()), text
+
+
+def test_what_can_not_be_unpacked_is_said(tmp_path: Path) -> None:
+    (tmp_path / "job.log.zst").write_bytes(b"\x28\xb5\x2f\xfd\x04\x00")
+    with pytest.raises(BadInput, match=r"job\.log\.zst is packed\. zstdcat"):
+        read_all([str(tmp_path / "job.log.zst")])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[rank27]: ImportError: y",
+        "[default3]: ImportError: y",
+        "  rank      : 27 (local_rank: 3)",
+    ],
+)
+def test_a_log_of_a_host_is_not_that_of_the_rank_of_its_number(line: str, tmp_path: Path) -> None:
+    """The pods of one job are `train-worker-3`, with eight ranks each."""
+    (tmp_path / "train-worker-3.log").write_text(
+        f"Traceback (most recent call last):\nValueError: x\n{line}\n"
+    )
+    assert 3 not in read_all([str(tmp_path)]).ranks
 
 
 def test_lines_that_ray_has_left_out_are_counted(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ files of our own roll call. Nothing in them is executed."""
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from math import prod
 from typing import Any
@@ -17,9 +19,9 @@ from holdfast._watch.evidence import Call, Operation, Progress, Rank, Source, St
 from holdfast._watch.ras import read_ras_json
 from holdfast.errors import BadInput
 
-_RANK_IN_NAME = re.compile(
-    r"(?:rank|worker|default)[-_.]?(\d{1,6})(?!\d)|[-_.](\d{1,6})(?:\.\w{1,5})?$|^(\d{1,6})\.\w+$"
-)
+_RANK_IN_NAME = re.compile(r"(?:rank|worker|default)[-_.]?(\d{1,6})(?![\da-zA-Z])")
+"""Ray's workers have hexadecimal numbers."""
+_NUMBER_IN_NAME = re.compile(r"(?:^|[-_./])(\d{1,6})(\.\w{1,5})?$")
 _RANK_IN_FOLDER = re.compile(r"/(?:rank[-_]?)?(\d{1,6})/std(?:err|out)(?:\.log)?$")
 _RANK_IN_COMMAND = re.compile(r"\bRANK=(\d+)|rank[-_]?(\d+)")
 _PROCESS = re.compile(r"^Process (\d+): (.*)")
@@ -34,11 +36,32 @@ MOST_CALLS = 200
 
 
 def rank_of_name(path: str) -> int | None:
-    """Return the rank that a file's name tells, as `rank-3.txt`, `trace_3` and `3/stderr.log` do."""
-    if (folder := _RANK_IN_FOLDER.search(path)) is not None:
-        return int(folder[1])
-    found = _RANK_IN_NAME.search(path.rpartition("/")[2])
-    return next((int(group) for group in found.groups() if group), None) if found is not None else None
+    """Return the rank that a file's name tells, as `rank-3.txt` and `3/stderr.log` do."""
+    path = path.removesuffix(".gz")
+    found = _RANK_IN_FOLDER.search(path) or _RANK_IN_NAME.search(os.path.basename(path))
+    return int(found[1]) if found is not None else None
+
+
+def ranks_of_names(paths: Iterable[str]) -> dict[str, int]:
+    """Return the ranks that names tell. A number at the end, which may be that of a job, a process or a time,
+    is one where several names have all numbers from 0 on."""
+    ranks: dict[str, int] = {}
+    rows: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for path in paths:
+        if (rank := rank_of_name(path)) is not None:
+            ranks[path] = rank
+        elif (number := number_of_name(path)) is not None:
+            rows[number[1]][number[0]] = path
+    for row in rows.values():
+        if len(row) > 1 and max(row) + 1 == len(row):
+            ranks |= {path: number for number, path in row.items()}
+    return ranks
+
+
+def number_of_name(path: str) -> tuple[int, tuple[str, str]] | None:
+    """Return the number at the end of a file's name, and what is before and behind it."""
+    found = _NUMBER_IN_NAME.search(path.removesuffix(".gz"))
+    return (int(found[1]), (path[: found.start(1)], path[found.end(1) :])) if found is not None else None
 
 
 # -- stacks -------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def lines_that_tell(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     number, rest = 1, b""
     while True:
         read = file.read(BLOCK)
-        block = rest + read
+        block = rest + read.replace(b"\0", b"")  # UTF-16, or a file that was cut while it was written
         # The last line may go on in the next block, but not for ever.
         whole = len(block) if not read or len(rest) >= BLOCK else block.rfind(b"\n") + 1
         at = counted = 0
@@ -41,6 +41,17 @@ def lines_that_tell(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         if not read:
             return
         rest = block[whole:]
+
+
+def is_of_one_rank(file: BinaryIO, rank: int) -> bool:
+    """Return whether no line tells that it is of another rank: `worker-3.log` may be that of a host."""
+    for _, raw in lines_that_tell(file):
+        line = form.without_prefix(raw)
+        summed = form.SUMMARY_RANK.match(line.text)
+        told = int(summed[1]) if summed is not None else line.rank
+        if told not in (None, rank) or line.is_of_a_host:
+            return False
+    return True
 
 
 class LogReader:
