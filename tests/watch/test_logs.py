@@ -288,9 +288,68 @@ def test_a_heartbeat_alone_does_not_decide(tmp_path: Path) -> None:
         "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"
     )
     assert of(tmp_path, stuck).verdict is None
-    ended = of(tmp_path, "After training is done", "after training is done", stuck).verdict
+    ended = of(tmp_path, "End time of running main: 2026-02-05 18:00:31.710947", stuck).verdict
     assert ended is not None
     assert ended.kind == "lifecycle"
+
+
+def init(process: int, rank: int, size: int, name: str, what: str) -> str:
+    return f"k8s17:{process}:9 [0] NCCL INFO ncclCommInitRank comm 0x55 rank {rank} nranks {size} commId {name} - Init {what}"
+
+
+@pytest.mark.parametrize("line", ["{'train_runtime': 119.8187, 'epoch': 2.57}", "`Trainer.fit` stopped: `max_steps=10` reached."])  # fmt: skip
+def test_a_program_that_has_trained_may_still_save(line: str, tmp_path: Path) -> None:
+    """Composed from https://github.com/tatsu-lab/stanford_alpaca/issues/65, which hangs in a save after the training."""
+    stuck = "[rank0]:[E423 18:59:02.19 x] [PG ID 0 PG GUID 0(default_pg) Rank 0] ProcessGroupNCCL's watchdog got stuck for 480 seconds"
+    assert of(tmp_path, line, stuck).verdict is None
+
+
+def test_who_cancels_a_job_kills_no_rank_of_it(tmp_path: Path) -> None:
+    """Composed from https://github.com/IGNF/myria3d/issues/123: rank 0 prepares data, and the job is cancelled."""
+    cancelled = "slurmstepd: error: *** STEP 6053.0 ON node1 CANCELLED AT 2024-04-23T12:18:08 ***"
+    assert of(tmp_path, cancelled, "srun: error: node1: task 0: Killed").verdict is None
+
+
+def test_a_job_that_hangs_again_after_its_restart_is_not_compared(tmp_path: Path) -> None:
+    """Composed from https://github.com/flyteorg/flyte-sdk/pull/698: each start hangs for its 600 s."""
+    first, again = {"at": "12:26:40"}, {"at": "12:38:20"}
+    lines = [timeout(0, 46, **first), status(0, 46, 45, 46, **first)]
+    lines += [timeout(5, 29, **again), status(5, 29, 28, 29, **again)]
+    assert of(tmp_path, *lines).verdict is None
+
+
+def test_a_loader_that_the_launcher_ends_is_no_cause(tmp_path: Path) -> None:
+    """Composed from https://github.com/ultralytics/ultralytics/issues/16400, whose log is that of one rank."""
+    (tmp_path / "rank-0.log").write_text(
+        "[rank0]: Traceback (most recent call last):\n"
+        "[rank0]: RuntimeError: DataLoader worker (pid 3349014) is killed by signal: Terminated. \n"
+    )
+    (tmp_path / "rank-1.log").write_text(timeout(1, 5) + "\n")
+    assert diagnose(read_all([str(tmp_path)])).verdict is None
+
+
+def test_a_communicator_whose_lines_are_left_out_is_open(tmp_path: Path) -> None:
+    """Composed from https://github.com/vllm-project/vllm/issues/13535 (Ray, and a timeout long after the start)."""
+    begun = [init(270 + rank, rank, 4, "0xabc", "START") for rank in range(4)]
+    some = [init(270 + rank, rank, 4, "0xabc", "COMPLETE") for rank in range(3)]
+    found = of(tmp_path, *begun, *some).verdict
+    assert found is not None
+    assert (found.kind, found.ranks) == ("lifecycle", (3,))
+    ray = "(RayWorkerWrapper pid=270, ip=10.175.94.190) "
+    assert of(tmp_path, *begun, f"{ray}{some[0]} [repeated 3x across cluster]").verdict is None
+    assert of(tmp_path, *begun, *some, timeout(3, 31)).verdict is None
+
+
+def test_the_rank_in_a_smaller_communicator_is_not_that_of_the_job(tmp_path: Path) -> None:
+    whole = [init(270 + rank, rank, 4, "0xabc", what) for what in ("START", "COMPLETE") for rank in range(4)]
+    part = [
+        init(272, 0, 2, "0xdef", "START"),
+        init(273, 1, 2, "0xdef", "START"),
+        init(272, 0, 2, "0xdef", "COMPLETE"),
+    ]
+    found = of(tmp_path, *whole, *part).verdict
+    assert found is not None
+    assert found.ranks == (3,)
 
 
 def test_all_alike_needs_all(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ _RANK_IN_COMMAND = re.compile(r"\bRANK=(\d+)|rank[-_]?(\d+)")
 _PROCESS = re.compile(r"^Process (\d+): (.*)")
 _SERVED = re.compile(r"^=== Rank (\d{1,6}): ")
 """What torch's debug server writes before the stacks of each rank."""
-_THREAD = re.compile(r'^Thread (\S+) \([^)]*\)(?:: "(.*)")?')
+_THREAD = re.compile(r'^Thread (\S+) \((active)?[^)]*\)(?:: "(.*)")?')
 _CALL = re.compile(r"^\s+(\S.*?) \(([^()]*?)(?::(\d+))?\)$")
 _NAME = re.compile(r'^\s{8,}(\w+): "?(.*?)"?$')
 _FAULT_THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[.*\])? \(most recent call first\):")
@@ -79,7 +79,7 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
     threads: list[Stack] = []
     calls: list[Call] = []
     names: dict[str, str] = {}
-    thread, began = "", 0
+    thread, began, runs = "", 0, set[str]()
 
     def end_thread() -> None:
         if calls:
@@ -92,10 +92,14 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
         if threads and rank is None:
             to.remark("no rank", "stacks of a process whose rank isn't known", threads[0].source)
         # Others wait for the main thread; faulthandler writes it last.
-        for stack in sorted(threads, key=lambda one: "main" not in one.thread.lower()):
+        for stack in sorted(threads, key=_order):
             if rank is not None:
                 to.note_stack(rank, stack, is_later)
+        # What waits for a GPU, as in `loss.item()`, is at a line of the program, and uses the CPU.
+        if rank is not None and threads and min(threads, key=_order).thread in runs:
+            to.rank(rank).busy = 1.0
         threads.clear()
+        runs.clear()
 
     for number, line in enumerate(lines, 1):
         if (process := _PROCESS.match(line)) is not None:
@@ -105,9 +109,14 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
         elif (served := _SERVED.match(line)) is not None:
             end_process()
             rank = int(served[1])
-        elif (found := _THREAD.match(line) or _FAULT_THREAD.match(line)) is not None:
+        elif (found := _THREAD.match(line)) is not None:
             end_thread()
-            thread, began = found[2] or found[1], number
+            thread, began = found[3] or found[1], number
+            if found[2]:
+                runs.add(thread)
+        elif (found := _FAULT_THREAD.match(line)) is not None:
+            end_thread()
+            thread, began = found[2], number
         elif (call := _CALL.match(line)) is not None and len(calls) < MOST_CALLS:
             calls.append(Call(call[1], call[2], int(call[3]) if call[3] else None))
         elif (fault := _FAULT_CALL.match(line)) is not None and len(calls) < MOST_CALLS:
@@ -117,6 +126,10 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
         elif (value := _NAME.match(line)) is not None:
             names.setdefault(value[1], value[2])
     end_process()
+
+
+def _order(stack: Stack) -> bool:
+    return "main" not in stack.thread.lower()
 
 
 # -- flight records -----------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ KEYS = tuple(
             b"\\(local_rank",
             b"Root Cause",
             b"srun: error",
+            b"CANCELLED AT",
+            b"Job step aborted",
             b"oom_kill",
             b"oom-kill",
         ),
@@ -159,11 +161,9 @@ BARRIER = re.compile(r"Ranks? ([\d, ]+?) failed to pass monitoredBarrier")
 WORLD = re.compile(r"\bworld[ _-]size[ =:]+(\d{1,6})\b", re.IGNORECASE)
 STEPS = re.compile(r"(\d+)(?:/\d+)? ?(?:it|batch|batches|step|steps)? \[\d+:\d\d")
 NAMED = re.compile(r"\b[Rr]ank ?(\d{1,6})\b")
-ENDED = re.compile(
-    r"End time of running main|after training is done|[Tt]raining (?:is done|finished|completed)|"
-    r"train_runtime|"
-    r"Trainer\.fit` stopped"
-)
+ENDED = re.compile(r"End time of running main")
+TRAINED = re.compile(r"[Tt]raining (?:is done|finished|completed)|train_runtime|Trainer\.fit` stopped")
+"""After it, a program may still save and evaluate."""
 SUMMARY_RANK = re.compile(r"^\s*rank\s+: (\d+) \(local_rank: \d+\)")
 SUMMARY_CODE = re.compile(r"^\s*exitcode\s+: (-?\d+) \(pid: (\d+)\)")
 SRUN = re.compile(r"srun: error: \S+: tasks? (\d+)(?:-\d+|,[\d,-]+)?: (.*)")
@@ -175,6 +175,6 @@ CONSEQUENCE = re.compile(
     r"Broken pipe|"
     r"[Tt]ime[d ]*[Oo]ut|ChildFailedError|SignalException|KeyboardInterrupt|SystemExit|Actor\w*Error|"
     r"WorkerCrashedError|RankFailed|DeadlineExceeded|ncclRemoteError|(?i:nccl error)|monitoredBarrier|"
-    r"Detected mismatch between collectives|EngineDeadError|RayTaskError"
+    r"Detected mismatch between collectives|EngineDeadError|RayTaskError|killed by signal: Terminated"
 )
 """What ranks raise whose peers are gone or have not come."""
