@@ -126,7 +126,7 @@ def write(exhibit: Exhibit, level: str, folder: Path) -> None:
             for ranks, lines in _stacks(section.text):
                 for rank in ranks:
                     name = f"stacks-{'again-' * section.is_later}rank-{rank}.txt"
-                    (folder / name).write_text(f'Process {1000 + rank}: python\n\nThread {1000 + rank} (active): "MainThread"\n{lines}')  # fmt: skip
+                    (folder / name).write_text(f'Process {1000 + rank}: python\n\nThread {1000 + rank} (idle): "MainThread"\n{lines}')  # fmt: skip
 
 
 def _records(text: str) -> dict[int, dict[str, object]]:

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast._watch import read
 from holdfast._watch.diagnose import diagnose
-from holdfast._watch.dumps import rank_of_name
+from holdfast._watch.dumps import ranks_of_names
 from holdfast._watch.read import read_all
 from holdfast.errors import BadInput
 from tests.support.processes import ProcessWorld
@@ -39,6 +40,7 @@ def recorded(rank: int, folder: str) -> None:
     (Path(folder) / f"trace_{rank}").write_bytes(c10d._dump_fr_trace())
     (Path(folder) / f"json_{rank}.json").write_bytes(c10d._dump_fr_trace_json())
     if rank:
+        wait_until((Path(folder) / "json_0.json").exists)
         work = dist.all_reduce(torch.ones(8), async_op=True)
     work.wait()
 
@@ -118,12 +120,44 @@ def test_stacks_of_nobody_blame_nobody(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "rank"),
     [
-        ("rank-3.txt", 3), ("nccl_trace_rank_12", 12), ("trace_7", 7), ("x/attempt_0/5/stderr.log", 5),
-        ("job.log", None), ("worker-2.log", 2), ("slurm-rank3.out", 3), ("4.txt", 4), ("model_v2b.log", None),
+        ("rank-3.txt", 3), ("nccl_trace_rank_12", 12), ("x/attempt_0/5/stderr.log", 5), ("rank-3-again.txt", 3),
+        ("job.log", None), ("worker-2.log", 2), ("slurm-rank3.out", 3), ("rank-3.log.gz", 3), ("model_v2b.log", None),
+        ("worker-5b9aa8fe-01000000-4242.err", None), ("slurm-98765.out", None), ("train.log.1", None),
+        ("stacks_120533.txt", None), ("dump-2.txt", None), ("rank-1000000.txt", None),
     ],
 )  # fmt: skip
 def test_the_rank_of_a_files_name(name: str, rank: int | None) -> None:
-    assert rank_of_name(name) == rank
+    """The numbers of jobs, processes, times and samples are none."""
+    assert ranks_of_names([name]).get(name) == rank
+
+
+def test_numbers_of_files_from_0_on_are_ranks() -> None:
+    names = ["4242/0.out", "4242/1.out", "4242/2.out", "app.log.1", "app.log.2", "dump-0.txt", "dump-2.txt"]
+    assert ranks_of_names(names) == {name: int(name[5]) for name in names[:3]}
+
+
+def test_other_files_of_a_folder_are_told(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("world size 2\n")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n{"loss": 2}\n')
+    (tmp_path / "trace_1").write_bytes(b"\x80\x04\x95")
+    evidence = read_all([str(tmp_path)])
+    assert evidence.world_size == 2
+    told = [Path(one.source.file).name for one in evidence.of("not read")]
+    assert told == ["config.json", "metrics.jsonl", "trace_1"]
+    with pytest.raises(BadInput, match=r"config\.json is no flight record"):
+        read_all([str(tmp_path / "job.log"), str(tmp_path / "config.json")])
+    (tmp_path / "job.log").unlink()
+    with pytest.raises(BadInput, match=r"config\.json is no flight record"):
+        read_all([str(tmp_path)])
+
+
+def test_a_folder_of_very_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "FILES", 3)
+    for rank in range(4):
+        (tmp_path / f"rank-{rank}.log").touch()
+    with pytest.raises(BadInput, match="has more than 3 files"):
+        read_all([str(tmp_path)])
 
 
 class Runs:
@@ -177,6 +211,7 @@ def test_hostile_json_is_read_or_refused(text: str, tmp_path: Path) -> None:
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "job.log").write_text("world size 2\n")
     os.mkfifo(tmp_path / "rank-0.json")
+    os.mkfifo(tmp_path / "job-0")  # as a roll call has it
     (tmp_path / "zeros.log").symlink_to("/dev/zero")
     (tmp_path / "round.log").symlink_to("round.log")
     (tmp_path / "up").symlink_to("..")

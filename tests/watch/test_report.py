@@ -164,10 +164,10 @@ def test_the_trace_has_the_same_times_and_its_spans_nest(real: tuple[Path, list[
     assert {"eval", "compute metrics", "train"} <= {span["name"] for span in late}
 
 
-def test_watch_on_a_terminal_draws_in_place_and_ends_by_ctrl_c(large: Path) -> None:
+def test_watch_on_a_terminal_draws_in_place_and_ends_by_ctrl_c(tmp_path: Path) -> None:
     """A real terminal, whose program gets Ctrl-C as a signal."""
     main, other = pty.openpty()
-    program = [sys.executable, "-m", "holdfast", "watch", str(large), "--every", "0.2"]
+    program = [sys.executable, "-m", "holdfast", "watch", str(simulated(tmp_path, 100)), "--every", "0.2"]
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
     # A job in the background of a shell, as this suite may be, ignores Ctrl-C, and so would its children.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -268,12 +268,12 @@ def test_a_thousand_ranks_are_a_small_page_made_in_seconds(large: Path) -> None:
 
 def test_the_time_of_a_report_grows_with_the_ranks_only(tmp_path: Path) -> None:
     seconds = {}
-    for world in (250, 1000):
+    for world in (100, 400):
         folder = simulated(tmp_path / str(world), world, 10)
         began = time.process_time()
         page_of(Run(str(folder)), time.time())
         seconds[world] = time.process_time() - began
-    assert seconds[1000] < 8 * seconds[250] + 0.5
+    assert seconds[400] < 8 * seconds[100] + 0.2
 
 
 @in_browser
@@ -370,9 +370,10 @@ def test_bad_input_ends_in_one_sentence(name: str, tmp_path: Path) -> None:
     assert told.exit_code == (2 if name == "report" else 0)
 
 
-def test_a_page_that_can_not_be_written_is_told(large: Path, tmp_path: Path) -> None:
+def test_a_page_that_can_not_be_written_is_told(tmp_path: Path) -> None:
+    small = simulated(tmp_path / "run", 4, 1)
     for option in ("--html", "--trace"):
-        told = command("report", large, option, tmp_path)
+        told = command("report", small, option, tmp_path)
         assert (told.exit_code, told.stderr) == (
             2,
             f"holdfast: {tmp_path} can't be written: Is a directory.\n",

@@ -17,11 +17,11 @@ from holdfast._watch.verdict import Diagnosis
 WAITS = "    all_reduce (torch/distributed/distributed_c10d.py:3000)\n    step (train.py:50)\n    train (train.py:90)\n"
 
 
-def dump(folder: Path, rank: int, lines: str, again: str = "", more: str = "") -> None:
+def dump(folder: Path, rank: int, lines: str, again: str = "", more: str = "", state: str = "idle") -> None:
     for name, text in ((f"rank-{rank}.txt", lines), (f"rank-{rank}-again.txt", again)):
         if text:
             (folder / name).write_text(
-                f'Process {rank}: python\n\nThread {rank} (active): "MainThread"\n{text}{more}'
+                f'Process {rank}: python\n\nThread {rank} ({state}): "MainThread"\n{text}{more}'
             )
 
 
@@ -56,6 +56,55 @@ def test_moving_is_late_and_still_is_stuck(lines: str, again: str, kind: str | N
     named = found.verdict or found.possible[0]
     assert named.ranks == (3,)
     assert named.waiting == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("state", "kind"), [("idle", "stuck"), ("active", None), ("active+gil", None)])
+def test_a_rank_that_uses_the_cpu_on_one_line_may_wait_for_its_gpu(
+    state: str, kind: str | None, tmp_path: Path
+) -> None:
+    """Composed from https://github.com/pytorch/pytorch/issues/95944: all ranks wait for their GPUs, the last one in
+    `item()`, which py-spy shows as a line of the program. `(active)` is what it shows of a thread that runs."""
+    waits = (
+        "    synchronize (torch/cuda/__init__.py:496)\n    train (train.py:120)\n    main (train.py:300)\n"
+    )
+    item = "    train (train.py:96)\n    main (train.py:300)\n"
+    for rank in range(7):
+        dump(tmp_path, rank, waits)
+    dump(tmp_path, 7, item, item, state=state)
+    found = diagnose(read_all([str(tmp_path)])).verdict
+    assert (found.kind if found is not None else None) == kind
+
+
+@pytest.mark.parametrize("function", ["run", "<module>"])
+def test_a_function_of_the_program_is_not_idle(function: str, tmp_path: Path) -> None:
+    """Composed from https://github.com/pytorch/pytorch/issues/54059: one rank validates, and the others wait in a
+    barrier. It is in a call of C, of which py-spy shows nothing."""
+    dump(tmp_path, 0, f"    {function} (train.py:52)\n")
+    for rank in (1, 2, 3):
+        dump(
+            tmp_path,
+            rank,
+            f"    barrier (torch/distributed/distributed_c10d.py:2500)\n    {function} (train.py:60)\n",
+        )
+    found = diagnose(read_all([str(tmp_path)]))
+    assert found.verdict is None
+    assert [(one.kind, one.ranks) for one in found.possible] == [("late", (0,))]
+
+
+@pytest.mark.parametrize(("world", "kind"), [(4, "branch"), (8, None)])
+def test_two_places_of_half_of_the_ranks_decide_nothing(world: int, kind: str | None, tmp_path: Path) -> None:
+    """Composed from https://github.com/modelscope/ms-swift/issues/1817, which posts two stacks, and not all. Both
+    may wait for a rank that is not shown."""
+    for rank in range(4):
+        name, line = ("recv", 50) if rank < 2 else ("all_reduce", 80)
+        dump(
+            tmp_path,
+            rank,
+            f"    {name} (torch/distributed/distributed_c10d.py:2)\n    step (schedule.py:{line})\n",
+        )
+    (tmp_path / "job.log").write_text(f"world size {world}\n")
+    found = diagnose(read_all([str(tmp_path)])).verdict
+    assert (found.kind if found is not None else None) == kind
 
 
 def test_the_thread_that_works_for_an_idle_main_thread_counts(tmp_path: Path) -> None:

@@ -93,7 +93,8 @@ class Collector:
             if limit is not None:
                 self._first = at, limit
             return True
-        return abs(at - self._first[0]) <= max(600.0, 2 * self._first[1])
+        # The job that a launcher starts again hangs after another limit, at the soonest.
+        return abs(at - self._first[0]) <= max(60.0, self._first[1], limit or 0.0)
 
     def note_opening(self, name: str, size: int, rank: int, source: Source, is_ready: bool) -> None:
         """Note that a communicator begins to open on a rank, or is open there."""

@@ -4,7 +4,9 @@ files of our own roll call. Nothing in them is executed."""
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from math import prod
 from typing import Any
@@ -17,15 +19,15 @@ from holdfast._watch.evidence import Call, Operation, Progress, Rank, Source, St
 from holdfast._watch.ras import read_ras_json
 from holdfast.errors import BadInput
 
-_RANK_IN_NAME = re.compile(
-    r"(?:rank|worker|default)[-_.]?(\d{1,6})(?!\d)|[-_.](\d{1,6})(?:\.\w{1,5})?$|^(\d{1,6})\.\w+$"
-)
+_RANK_IN_NAME = re.compile(r"(?:rank|worker|default)[-_.]?(\d{1,6})(?![\da-zA-Z])")
+"""Ray's workers have hexadecimal numbers."""
+_NUMBER_IN_NAME = re.compile(r"(?:^|[-_./])(\d{1,6})(\.\w{1,5})?$")
 _RANK_IN_FOLDER = re.compile(r"/(?:rank[-_]?)?(\d{1,6})/std(?:err|out)(?:\.log)?$")
 _RANK_IN_COMMAND = re.compile(r"\bRANK=(\d+)|rank[-_]?(\d+)")
 _PROCESS = re.compile(r"^Process (\d+): (.*)")
 _SERVED = re.compile(r"^=== Rank (\d{1,6}): ")
 """What torch's debug server writes before the stacks of each rank."""
-_THREAD = re.compile(r'^Thread (\S+) \([^)]*\)(?:: "(.*)")?')
+_THREAD = re.compile(r'^Thread (\S+) \((active)?[^)]*\)(?:: "(.*)")?')
 _CALL = re.compile(r"^\s+(\S.*?) \(([^()]*?)(?::(\d+))?\)$")
 _NAME = re.compile(r'^\s{8,}(\w+): "?(.*?)"?$')
 _FAULT_THREAD = re.compile(
@@ -36,11 +38,32 @@ MOST_CALLS = 200
 
 
 def rank_of_name(path: str) -> int | None:
-    """Return the rank that a file's name tells, as `rank-3.txt`, `trace_3` and `3/stderr.log` do."""
-    if (folder := _RANK_IN_FOLDER.search(path)) is not None:
-        return int(folder[1])
-    found = _RANK_IN_NAME.search(path.rpartition("/")[2])
-    return next((int(group) for group in found.groups() if group), None) if found is not None else None
+    """Return the rank that a file's name tells, as `rank-3.txt` and `3/stderr.log` do."""
+    path = path.removesuffix(".gz")
+    found = _RANK_IN_FOLDER.search(path) or _RANK_IN_NAME.search(os.path.basename(path))
+    return int(found[1]) if found is not None else None
+
+
+def ranks_of_names(paths: Iterable[str]) -> dict[str, int]:
+    """Return the ranks that names tell. A number at the end, which may be that of a job, a process or a time,
+    is one where several names have all numbers from 0 on."""
+    ranks: dict[str, int] = {}
+    rows: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for path in paths:
+        if (rank := rank_of_name(path)) is not None:
+            ranks[path] = rank
+        elif (number := number_of_name(path)) is not None:
+            rows[number[1]][number[0]] = path
+    for row in rows.values():
+        if len(row) > 1 and max(row) + 1 == len(row):
+            ranks |= {path: number for number, path in row.items()}
+    return ranks
+
+
+def number_of_name(path: str) -> tuple[int, tuple[str, str]] | None:
+    """Return the number at the end of a file's name, and what is before and behind it."""
+    found = _NUMBER_IN_NAME.search(path.removesuffix(".gz"))
+    return (int(found[1]), (path[: found.start(1)], path[found.end(1) :])) if found is not None else None
 
 
 # -- stacks -------------------------------------------------------------------------------------------------
@@ -58,7 +81,7 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
     threads: list[Stack] = []
     calls: list[Call] = []
     names: dict[str, str] = {}
-    thread, began = "", 0
+    thread, began, runs = "", 0, set[str]()
 
     def end_thread() -> None:
         if calls:
@@ -71,10 +94,14 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
         if threads and rank is None:
             to.remark("no rank", "stacks of a process whose rank isn't known", threads[0].source)
         # Others wait for the main thread; faulthandler writes it last.
-        for stack in sorted(threads, key=lambda one: "main" not in one.thread.lower()):
+        for stack in sorted(threads, key=_order):
             if rank is not None:
                 to.note_stack(rank, stack, is_later)
+        # What waits for a GPU, as in `loss.item()`, is at a line of the program, and uses the CPU.
+        if rank is not None and threads and min(threads, key=_order).thread in runs:
+            to.rank(rank).busy = 1.0
         threads.clear()
+        runs.clear()
 
     for number, line in enumerate(lines, 1):
         if (process := _PROCESS.match(line)) is not None:
@@ -84,9 +111,14 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
         elif (served := _SERVED.match(line)) is not None:
             end_process()
             rank = int(served[1])
-        elif (found := _THREAD.match(line) or _FAULT_THREAD.match(line)) is not None:
+        elif (found := _THREAD.match(line)) is not None:
             end_thread()
-            thread, began = found[2] or found[1], number
+            thread, began = found[3] or found[1], number
+            if found[2]:
+                runs.add(thread)
+        elif (found := _FAULT_THREAD.match(line)) is not None:
+            end_thread()
+            thread, began = found[2], number
         elif (call := _CALL.match(line)) is not None and len(calls) < MOST_CALLS:
             calls.append(Call(call[1], call[2], int(call[3]) if call[3] else None))
         elif (fault := _FAULT_CALL.match(line)) is not None and len(calls) < MOST_CALLS:
@@ -96,6 +128,10 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
         elif (value := _NAME.match(line)) is not None:
             names.setdefault(value[1], value[2])
     end_process()
+
+
+def _order(stack: Stack) -> bool:
+    return "main" not in stack.thread.lower()
 
 
 # -- flight records -----------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ OPERATION = "holdfast-operation"
 """The thread that does what the main thread has called for (`protocol.runner`)."""
 _LIBRARY = re.compile(
     r"/holdfast/_\w+/|"
-    r"/torch/|^torch/|/ray/|^ray/|threading\.py|queue\.py|concurrent/|^lib\w*\.so|\.so(?:\.|$)|/multiprocessing/"
+    r"/torch/|^torch/|/ray/|^ray/|threading\.py|queue\.py|concurrent/|^lib\w*\.so|\.so(?:\.|$)|(?:^|/)multiprocessing/"
 )
 
 

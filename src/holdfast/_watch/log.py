@@ -23,7 +23,7 @@ def lines_that_tell(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     number, rest = 1, b""
     while True:
         read = file.read(BLOCK)
-        block = rest + read
+        block = rest + read.replace(b"\0", b"")  # UTF-16, or a file that was cut while it was written
         # The last line may go on in the next block, but not for ever.
         whole = len(block) if not read or len(rest) >= BLOCK else block.rfind(b"\n") + 1
         at = counted = 0
@@ -43,6 +43,17 @@ def lines_that_tell(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         rest = block[whole:]
 
 
+def is_of_one_rank(file: BinaryIO, rank: int) -> bool:
+    """Return whether no line tells that it is of another rank: `worker-3.log` may be that of a host."""
+    for _, raw in lines_that_tell(file):
+        line = form.without_prefix(raw)
+        summed = form.SUMMARY_RANK.match(line.text)
+        told = int(summed[1]) if summed is not None else line.rank
+        if told not in (None, rank) or line.is_of_a_host:
+            return False
+    return True
+
+
 class LogReader:
     """Reads one log into a collector."""
 
@@ -59,6 +70,8 @@ class LogReader:
         self._srun_told = False
         self._processes: dict[str, tuple[int, int]] = {}
         """By host and pid, the rank in the largest communicator, and its size."""
+        self._opening: dict[tuple[str, int], int] = {}
+        """By communicator and rank in it, the rank, of those that open."""
 
     def read(self, file: BinaryIO) -> None:
         for number, raw in lines_that_tell(file):
@@ -138,7 +151,11 @@ class LogReader:
             rank, size = int(init[1]), int(init[2])
             if size > self._processes.get(process, (0, 0))[1] and len(self._processes) < RANKS:
                 self._processes[process] = rank, size
-            self._to.note_opening(init[3], size, rank, source, init[4] == "COMPLETE")
+            # Of a smaller communicator, the rank in the largest one counts.
+            key, own = (init[3], rank), self._processes.get(process, (rank, 0))[0]
+            is_open = init[4] == "COMPLETE"
+            own = self._opening.pop(key, own) if is_open else self._opening.setdefault(key, own)
+            self._to.note_opening(init[3], size, own, source, is_open)
         elif (differ := form.MISMATCH.search(said)) is not None:
             self._to.remark("nccl mismatch", said, source, found["host"], *differ.groups())
         elif found["kind"] == "WARN" and form.NCCL_MEMORY.search(said):
@@ -171,6 +188,8 @@ class LogReader:
             self._to.remark("store timeout", text, source)
         elif form.ENDED.search(text) is not None:
             self._to.remark("end of program", text, source)
+        elif form.TRAINED.search(text) is not None:
+            self._to.remark("end of training", text, source)
         elif "aarch64" in text:
             self._to.remark("machine", text, source, "aarch64")
         else:
@@ -199,6 +218,8 @@ class LogReader:
             )
             self._srun_told = True
             self._to.note_ending(int(task[1]), Ending(f"srun: {task[2]}", source, is_cause=cause))
+        elif "CANCELLED AT" in text or "Job step aborted" in text:
+            self._srun_told = True  # somebody has ended the job, or its time was over
         elif "oom_kill" in text or "oom-kill" in text:
             self._to.remark("oom", text, source)
         else:

@@ -1,12 +1,15 @@
 """The lines of a log that tell something of a hang, as they are written by torch, NCCL, Python and launchers.
 
-A line may begin with prefixes of Ray, torchrun or srun, and with terminal colours. The global rank is that of
-`[rank5]:`, never that of `[Rank 0]`, which counts in the group.
+A line may begin with prefixes of Ray, torchrun or srun, and with terminal colours; Docker, Kubernetes,
+journald or Loki may have forwarded it. The global rank is that of `[rank5]:`, never that of `[Rank 0]`, which
+counts in the group.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 KEYS = tuple(
@@ -20,7 +23,7 @@ KEYS = tuple(
             b"Traceback \\(most",
         ),
         *(
-            b'  File "',
+            b'  File \\\\?"',  # JSON writes a backslash before a quote
             b"Error",
             b"Exception",
             b"KeyboardInterrupt",
@@ -34,6 +37,8 @@ KEYS = tuple(
             b"\\(local_rank",
             b"Root Cause",
             b"srun: error",
+            b"CANCELLED AT",
+            b"Job step aborted",
             b"oom_kill",
             b"oom-kill",
         ),
@@ -54,7 +59,16 @@ KEYS = tuple(
     )
 )
 """A line without any of these tells nothing. Each is searched by itself: one pattern of all would be slow."""
-_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+_TEXTS = ("log", "message", "MESSAGE", "textPayload", "line")
+"""Where JSON of a forwarder has the line."""
+_FORWARDED = re.compile(
+    r"^(\[pod/[^\]\s]+\] )?(?:"  # kubectl logs --prefix
+    r"\d{4}-\d\d-\d\dT[\d:.,]{8,}(?:Z|[+-]\d\d:?\d\d) (?:std(?:out|err) [FP] )?|"
+    r"[A-Z][a-z]{2} [ \d]\d [\d:]{8} )?"
+    r'((?<=[\dZ] )(?:\{\w+="[^}]*\}|'  # Loki's labels
+    r"[\w.-]+ [\w./-]+\[\d+\]:) )?"  # journald's host and process
+)
 _REPEATED = re.compile(r"\[repeated (\d+)x across cluster\]")
 _RAY = re.compile(r"\(([\w.:]+(?: [\w.:]+)*) pid=(\d+)(?:, ip=([\w.:]+))?\) ?")
 _RANK = re.compile(r"\[rank(\d{1,6})\[?\]:? ?")
@@ -73,15 +87,20 @@ class Prefixed(NamedTuple):
     """How often Ray has left the same line out."""
     is_marked: bool
     """Does `[rank5]:` stand before it? Of a Python error that means: nobody has caught it."""
+    is_of_a_host: bool
+    """Has torchrun written it for one of the ranks that it has started?"""
 
 
 def without_prefix(raw: bytes) -> Prefixed:
     """Return what a line says, and whose it is."""
-    text = _COLOURS.sub("", raw.decode(errors="replace")).rstrip()
+    text = _line_of_json(raw.decode(errors="replace").lstrip("\ufeff\ufffd"))
+    text = _COLOURS.sub("", text).rstrip()
     repeated = _REPEATED.search(text)
     if repeated is not None:
         text = text[: repeated.start()].rstrip()
-    stream, rank = "", None
+    place, stream, rank = "", "", None
+    if (forwarded := _FORWARDED.match(text)) is not None:
+        place, text = "".join(forwarded.groups("")), text[forwarded.end() :]
     if (ray := _RAY.search(text, 0, 200)) is not None:
         stream, text = f"{ray[3]}/{ray[2]}", text[ray.end() :]
     if (local := _DEFAULT.search(text, 0, 80)) is not None:
@@ -91,7 +110,24 @@ def without_prefix(raw: bytes) -> Prefixed:
         rank, stream, text = int(marked[1]), f"rank{marked[1]}", text[marked.end() :]
     elif (task := _SRUN.match(text)) is not None:
         stream, text = stream or task[0], text[task.end() :]
-    return Prefixed(text, rank, stream, int(repeated[1]) if repeated else 0, marked is not None)
+    times = int(repeated[1]) if repeated else 0
+    return Prefixed(text, rank, place + stream, times, marked is not None, local is not None)
+
+
+def _line_of_json(text: str) -> str:
+    """Return the line that a forwarder has put into JSON, of several the last one, or the text itself."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text) if text.startswith("{") else None
+        if isinstance(value, dict):
+            line = next((value[key] for key in _TEXTS if isinstance(value.get(key), str)), text)
+            return line.rstrip().rpartition("\r")[2]
+    return text
+
+
+def is_json_of_forwarder(line: bytes) -> bool:
+    """Return whether a line is JSON that has a line of a log."""
+    text = line.decode(errors="replace").lstrip("\ufeff")
+    return _line_of_json(text) is not text
 
 
 TIMEOUT = re.compile(
@@ -115,7 +151,8 @@ FINGERPRINT = re.compile(
     r"(?:SequenceNumber=(\d+))?,? ?OpType=(\w+)(?:, TensorShape=\[([^\]]*)\])?"
 )
 NCCL = re.compile(
-    r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[\d+\] (?:\S+:\d+ )?NCCL (?P<kind>INFO|WARN) (?P<text>.*)"
+    r"(?<![\w.-])(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[\d+\] (?:\S+:\d+ )?"
+    r"NCCL (?P<kind>INFO|WARN) (?P<text>.*)"
 )
 INIT = re.compile(r"comm 0x\w+ rank (\d+) nranks (\d+) .*?commId (0x\w+) - Init (START|COMPLETE)")
 MISMATCH = re.compile(r"peer (\S+?)(?:<\d+>)? collective mismatch error, local size (\d+) remote size (\d+)")
@@ -125,11 +162,9 @@ BARRIER = re.compile(r"Ranks? ([\d, ]+?) failed to pass monitoredBarrier")
 WORLD = re.compile(r"\bworld[ _-]size[ =:]+(\d{1,6})\b", re.IGNORECASE)
 STEPS = re.compile(r"(\d+)(?:/\d+)? ?(?:it|batch|batches|step|steps)? \[\d+:\d\d")
 NAMED = re.compile(r"\b[Rr]ank ?(\d{1,6})\b")
-ENDED = re.compile(
-    r"End time of running main|after training is done|[Tt]raining (?:is done|finished|completed)|"
-    r"train_runtime|"
-    r"Trainer\.fit` stopped"
-)
+ENDED = re.compile(r"End time of running main")
+TRAINED = re.compile(r"[Tt]raining (?:is done|finished|completed)|train_runtime|Trainer\.fit` stopped")
+"""After it, a program may still save and evaluate."""
 SUMMARY_RANK = re.compile(r"^\s*rank\s+: (\d+) \(local_rank: \d+\)")
 SUMMARY_CODE = re.compile(r"^\s*exitcode\s+: (-?\d+) \(pid: (\d+)\)")
 SRUN = re.compile(r"srun: error: \S+: tasks? (\d+)(?:-\d+|,[\d,-]+)?: (.*)")
@@ -141,6 +176,6 @@ CONSEQUENCE = re.compile(
     r"Broken pipe|"
     r"[Tt]ime[d ]*[Oo]ut|ChildFailedError|SignalException|KeyboardInterrupt|SystemExit|Actor\w*Error|"
     r"WorkerCrashedError|RankFailed|DeadlineExceeded|ncclRemoteError|(?i:nccl error)|monitoredBarrier|"
-    r"Detected mismatch between collectives|EngineDeadError|RayTaskError"
+    r"Detected mismatch between collectives|EngineDeadError|RayTaskError|killed by signal: Terminated"
 )
 """What ranks raise whose peers are gone or have not come."""

@@ -72,7 +72,8 @@ def position_of(stack: Stack) -> Position:
         return Position(stack, "waits")
     if any(_EXITS.match(f"{call.function} {call.file}") for call in stack.calls):
         return Position(stack, "exits")
-    return Position(stack, "idles" if _IDLE.match(innermost.function) else "works")
+    library = is_of_a_library(innermost) or _PYTHON.search(innermost.file)
+    return Position(stack, "idles" if library and _IDLE.match(innermost.function) else "works")
 
 
 def position_of_rank(rank: Rank) -> Position:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from itertools import islice
 
 from holdfast._recording import EVENTS
 from holdfast._watch.collector import Collector
-from holdfast._watch.dumps import is_stacks, rank_of_name, read_json, read_pickle, read_stacks
+from holdfast._watch.dumps import (
+    is_stacks,
+    number_of_name,
+    ranks_of_names,
+    read_json,
+    read_pickle,
+    read_stacks,
+)
 from holdfast._watch.evidence import Evidence, Source
-from holdfast._watch.log import LogReader
+from holdfast._watch.log import LogReader, is_of_one_rank
+from holdfast._watch.log_lines import is_json_of_forwarder
+from holdfast._watch.packed import HEAD, opened
 from holdfast._watch.ras import is_ras, read_ras
 from holdfast._watch.shared_call import ROLL_CALLS, parts
 from holdfast.errors import BadInput
@@ -30,20 +40,34 @@ _NO_EVIDENCE = (
     ".py",
     ".so",
     ".zip",
-    ".gz",
 )
 """Files of a folder that are not looked at."""
+_PACKED_LOG = re.compile(r"\.(?:log|out|err|txt)[-.\d]*\.gz$")
 
 
 def read_all(paths: Iterable[str]) -> Evidence:
-    """Read files, and all files of folders, into one evidence. Raises BadInput."""
+    """Read files, and all files of folders that are evidence, into one. Raises BadInput."""
     collector = Collector()
+    files: dict[str, bool] = {}
+    """Was it given by its name?"""
     for path in map(_newest_call, paths):
         for part in parts(path):
             if part.number:
                 collector.remark("job", part.said(), Source(path))
-        for file in _files(path):
-            _read(file, collector)
+        files |= dict.fromkeys(_files(path), not os.path.isdir(path))
+    ranks, refused = ranks_of_names(files), list[BadInput]()
+    for file, is_given in files.items():
+        try:
+            _read(file, ranks.get(file), collector)
+            collector.files.append(file)
+        except BadInput as error:
+            refused.append(error)
+            if is_given:
+                raise
+            # A folder has other files, too, and some that were not written to their end.
+            collector.remark("not read", error.message, Source(file))
+    if refused and not collector.files:
+        raise refused[0]
     if not collector.files:
         raise BadInput("There is nothing to read.", hint="Give logs, dumps, or a folder of them.")
     return collector.evidence()
@@ -62,46 +86,64 @@ def _files(path: str) -> list[str]:
         names = sorted(name for name in os.listdir(path) if _IS_OF_RANK.match(name))
         return list(filter(os.path.isfile, (os.path.join(path, name) for name in names)))
     found = sorted(
-        file
-        for folder, _, names in os.walk(path)
-        if folder != os.path.join(path, EVENTS)  # they tell when, and not why
-        for name in names
-        # Nobody may ever write to a FIFO.
-        if not name.endswith(_NO_EVIDENCE) and os.path.isfile(file := os.path.join(folder, name))
+        islice(
+            (
+                file
+                for folder, _, names in os.walk(path)
+                if folder != os.path.join(path, EVENTS)  # they tell when, and not why
+                for name in names
+                # Nobody may ever write to a FIFO.
+                if _may_tell(name) and os.path.isfile(file := os.path.join(folder, name))
+            ),
+            FILES + 1,
+        )
     )
     if not found:
         raise BadInput(f"{path} has no files.")
     if len(found) > FILES:
-        raise BadInput(f"{path} has {len(found)} files.", hint="Give those that tell of the hang.")
+        raise BadInput(f"{path} has more than {FILES} files.", hint="Give those that tell of the hang.")
     return found
 
 
-def _read(path: str, collector: Collector) -> None:
-    name = os.path.basename(path) if rank_of_name(os.path.basename(path)) is not None else path
-    rank, is_later = rank_of_name(path), "again" in os.path.basename(path)
+def _may_tell(name: str) -> bool:
+    if name.endswith(".gz"):
+        return _PACKED_LOG.search(name) is not None
+    return not name.endswith(_NO_EVIDENCE)
+
+
+def _read(path: str, rank: int | None, collector: Collector) -> None:
+    name = os.path.basename(path) if number_of_name(path) or rank is not None else path
+    is_later = "again" in os.path.basename(path)
     try:
-        with open(path, "rb") as file:
-            head = file.read(1 << 14)
-            file.seek(0)
-            collector.files.append(path)
+        with opened(path) as file:
+            head = file.peek(HEAD)[:HEAD]
             start = head.lstrip()[:1]
             if head[:1] == b"\x80" or start in (b"{", b"["):
+                if rank is None and start != b"[" and (number := number_of_name(path)) is not None:
+                    rank = number[0]  # torch writes it behind the name that it is given for flight records
                 if head[:1] == b"\x80":
                     read_pickle(_whole(file.read(LARGEST_DUMP + 1), path), collector, name, rank)
                     return
-                if _is_json(head):
+                if _is_json(head) and not is_json_of_forwarder(head.partition(b"\n")[0]):
                     read_json(_whole(file.read(LARGEST_DUMP + 1), path), collector, name, rank, is_later)
                     return
-            text = head.decode(errors="replace")
+            text = head.replace(b"\0", b"").decode(errors="replace")
             lines = (
-                line.decode(errors="replace").rstrip() for line in iter(lambda: file.readline(1 << 16), b"")
+                line.replace(b"\0", b"").decode(errors="replace").rstrip()
+                for line in iter(lambda: file.readline(1 << 16), b"")
             )
             if is_stacks(text):
                 read_stacks(lines, collector, name, rank, is_later)
                 return
             if is_ras(text):
                 read_ras(lines, collector, name)
-                file.seek(0)  # the log may go on behind it
+                if os.path.isfile(path):
+                    with opened(path) as again:  # the log may go on behind it
+                        LogReader(collector, name).read(again)
+                return
+            if rank is not None and os.path.isfile(path):
+                with opened(path) as again:
+                    rank = rank if is_of_one_rank(again, rank) else None
             LogReader(collector, name, rank).read(file)
     except OSError as error:
         raise BadInput(f"{path} can't be read: {error.strerror}.") from None

@@ -164,7 +164,7 @@ def closing(evidence: Evidence) -> Iterator[Verdict]:
         others=()
         if before
         else (
-            "The end of the program: does a line of it stand before?",
+            "The end of the program: does a line of it stand before? After the training it may still save.",
             "A thread that holds the GIL in a call of CUDA: py-spy dump --native shows it.",
         ),
     )
@@ -177,7 +177,8 @@ def opening(evidence: Evidence) -> Iterator[Verdict]:
         source = next(iter(one.begun.values()))
         failed = [remark for remark in evidence.of("nccl memory") if remark.source.line >= source.line]
         known = {int(remark.values[0]) for remark in failed if remark.values[0]}
-        some_ready = len(missing) < len(one.begun)
+        # Who waits in a collective later has come through: that line of NCCL is lost, or was left out.
+        some_ready = len(missing) < len(one.begun) and not evidence.hidden and not _first_timeouts(evidence)
         guilty = known or (missing if some_ready else None)
         yield Verdict(
             "lifecycle",

@@ -46,7 +46,7 @@ def by_stacks(evidence: Evidence) -> Iterator[Verdict]:
     elif waiting and elsewhere:
         yield from _elsewhere(evidence, positions, waiting, elsewhere)
     elif waiting and not roots:
-        yield from _all_wait(positions)
+        yield from _all_wait(positions, evidence.world_size in (None, len(positions) + len(away)))
 
 
 def _peers_have_ended(
@@ -159,8 +159,8 @@ def _is_tight(stack: Stack, later: Stack) -> bool:
     return moves is not None and (moves.mine, moves.theirs) == (stack.calls[0], later.calls[0])
 
 
-def _all_wait(positions: dict[int, Position]) -> Iterator[Verdict]:
-    """All ranks are blocked: at one place, or in two parts of the program."""
+def _all_wait(positions: dict[int, Position], is_complete: bool) -> Iterator[Verdict]:
+    """All ranks whose stacks are known are blocked: at one place, or in two parts of the program."""
     sets: dict[tuple[tuple[str, str, int | None], ...], list[int]] = defaultdict(list)
     for rank, one in positions.items():
         sets[tuple(tuple(call) for call in reversed(one.stack.calls))].append(rank)  # type: ignore[misc]
@@ -195,7 +195,7 @@ def _all_wait(positions: dict[int, Position]) -> Iterator[Verdict]:
     if parted is not None:
         yield Verdict(
             "branch",
-            "stacks",
+            "stacks" if is_complete else "absence",
             f"in {parted.mine.function}, {listed(first)} took the way to {one.call}, and {listed(second)} to "
             f"{other.call}",
             waiting=tuple(sorted(positions)),

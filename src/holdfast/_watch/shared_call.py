@@ -98,10 +98,15 @@ def waiting_call(folder: str, job: str) -> tuple[str, str] | None:
             return None
         if known:
             return name, "another job that shares its folder has called"
-        with open(os.path.join(path, ASKED), "rb") as file:
-            return name, msgspec.json.decode(file.read(4096), type=str)
+        return name, msgspec.json.decode(_content(os.path.join(path, ASKED), 4096), type=str)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+def _content(path: str, most: int = -1) -> bytes:
+    """Return what a file has; of a FIFO nothing, as nobody may ever write to it."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        return file.read(most) or b""
 
 
 def parts(path: str) -> list[Part]:
@@ -109,8 +114,7 @@ def parts(path: str) -> list[Part]:
     found: list[Part] = []
     for number in range(JOBS):
         try:
-            with open(os.path.join(path, f"job-{number}"), "rb") as file:
-                part = msgspec.json.decode(file.read(4096), type=Part)
+            part = msgspec.json.decode(_content(os.path.join(path, f"job-{number}"), 4096), type=Part)
         except (OSError, msgspec.DecodeError):
             break
         if not (0 < part.world_size <= RANKS and part.first == sum(one.world_size for one in found)):
@@ -149,8 +153,7 @@ def read_answers(path: str, jobs: Iterable[Part]) -> tuple[dict[str, Any], bool]
         for rank in range(job.first, job.first + job.world_size):
             name = f"rank-{rank}.json"
             try:
-                with open(os.path.join(path, name), "rb") as file:
-                    found[name] = msgspec.json.decode(file.read())
+                found[name] = msgspec.json.decode(_content(os.path.join(path, name)))
                 whole = whole and bool(
                     found[name]["roll_call"]["later"] or found[name]["roll_call"]["endings"]
                 )
