@@ -114,14 +114,15 @@ def test_a_phase_costs_the_program_few_microseconds(tmp_path: Path) -> None:
 
     def phases() -> float:
         began = time.thread_time()
-        for _ in range(2000):
+        for _ in range(200):
             with events.phase("step"):
                 pass
-        return (time.thread_time() - began) / 2000
+        return (time.thread_time() - began) / 200
 
-    without = min(phases() for _ in range(5))
+    # Many short looks: other tests share the caches of this machine for much of the time.
+    without = min(phases() for _ in range(50))
     end = events.record(tmp_path)
-    recorded = min(phases() for _ in range(5))
+    recorded = min(phases() for _ in range(50))
     end()
     print(f"a phase takes {1e6 * without:.1f} us, {1e6 * recorded:.1f} us recorded")
     assert recorded - without < 50e-6
