@@ -180,7 +180,7 @@ def test_a_process_that_can_not_be_looked_at_has_not_ended() -> None:
 # -- stacks -----------------------------------------------------------------------------------------
 
 
-def test_a_process_that_holds_the_gil_has_its_stacks_written() -> None:
+def test_a_process_that_holds_the_gil_has_its_stack_written() -> None:
     does = "def compute():\n    hold_the_gil(60)\ncompute()"
     with other(does, "dump") as (who, _):
         wait_until(lambda: "hold_the_gil" in who.stack())
@@ -218,7 +218,7 @@ def test_a_process_that_runs_is_not_disturbed() -> None:
         assert child.poll() is None
 
 
-def test_a_stopped_process_writes_no_stacks_and_is_not_waited_for_long() -> None:
+def test_a_stopped_process_writes_no_stack_and_is_not_waited_for_long() -> None:
     with other("time.sleep(60)", "dump") as (who, child):
         child.send_signal(signal.SIGSTOP)
         wait_until(lambda: who.state() == "T")

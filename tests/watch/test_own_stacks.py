@@ -23,6 +23,7 @@ def frees_its_batch(seen: list[Stack]) -> bool:
     for _ in range(1):
         batch = torch.ones(4)
         freed = weakref.ref(batch)
+        torch.nn.Linear(2, 2).eval()  # which is not Python's `eval`
         looked_at(seen)
         del batch
     return freed() is None

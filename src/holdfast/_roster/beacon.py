@@ -162,7 +162,8 @@ class Beacon:
             while roster is not None and others and roster.serves() and time.monotonic() < ends:
                 key, seen = self._last["key"], see(roster, others)
                 others = [rank for rank, one in seen.items() if one.is_in(key) and not one.ended]
-                time.sleep(0.01 if others else 0.0)
+                if others:
+                    time.sleep(0.01)
 
     def _bounded(self) -> Roster | None:
         roster = self._roster()

@@ -173,7 +173,8 @@ class Identity(msgspec.Struct, frozen=True):
         """Return whether its main thread waits in one call of the system, and does not go on even once."""
         before = wakes(self.pid)
         time.sleep(REST)
-        return self.state() == "S" and wakes(self.pid) == before
+        # In this order: a thread that goes on between the two looks, and sleeps again, is asleep still.
+        return 0 < before == wakes(self.pid) and self.state() == "S"
 
     def stack(self) -> str:
         """Have a process of this machine write the stack of its main thread; "" if it does not.

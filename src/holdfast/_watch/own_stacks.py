@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from types import FrameType
+from types import CodeType, FrameType
 
 import msgspec
 
@@ -24,7 +25,7 @@ from holdfast._watch.ways import way_of
 _HERE = Source("roll call")
 _OPENS = "_new_process_group_helper"
 """torch's function that opens a group."""
-_GIVE_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
+_GIVE_LOCALS = {"locals", "vars", "eval", "exec"}
 
 
 def stacks_here(ways: bool = False) -> tuple[Stack, ...]:
@@ -78,12 +79,19 @@ def _variables(frame: FrameType) -> Mapping[str, object]:
     """
     if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return frame.f_locals
-    if frame.f_trace is not None or _GIVE_LOCALS & {*frame.f_code.co_names}:
+    if frame.f_trace is not None or _gives_locals(frame.f_code):
         return {}
     kept = frame.f_locals
     found = dict(kept)
     kept.clear()
     return found
+
+
+def _gives_locals(code: CodeType) -> bool:
+    """Return whether a function calls what has the dict of its values; `model.eval` is none of them."""
+    return not _GIVE_LOCALS.isdisjoint(code.co_names) and any(
+        one.opname == "LOAD_GLOBAL" and one.argval in _GIVE_LOCALS for one in dis.get_instructions(code)
+    )
 
 
 def evidence_here(rank: int, presences: list[Presence]) -> tuple[Rank, dict[str, tuple[int, ...]]]:
