@@ -101,18 +101,27 @@ class Environment:
     """How often the launcher has started this job again."""
 
 
+def read_place() -> tuple[int, int]:
+    """Read the rank of this process and the size of its world, which calls ask for often."""
+    try:
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError as error:
+        raise _bad_number(error) from None
+
+
 def read_environment() -> Environment:
     """Read what torchrun says; without it, a world of one."""
+    rank, world_size = read_place()
     try:
         env = os.environ
         run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         # A variable may be set and empty.
         host, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT") or "0")
         return Environment(
-            int(env.get("RANK", "0")),
-            int(env.get("WORLD_SIZE", "1")),
+            rank,
+            world_size,
             run,
-            int(env.get("LOCAL_RANK", env.get("RANK", "0"))),
+            int(env.get("LOCAL_RANK", rank)),
             (host, port) if host and port else None,
             env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             env.get("HOLDFAST_SECRET", ""),
@@ -120,10 +129,13 @@ def read_environment() -> Environment:
             int(env.get("TORCHELASTIC_RESTART_COUNT") or env.get("SLURM_RESTART_COUNT") or "0"),
         )
     except ValueError as error:
-        raise BadInput(
-            "RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT in the environment must be whole numbers "
-            f"({error})."
-        ) from None
+        raise _bad_number(error) from None
+
+
+def _bad_number(error: ValueError) -> BadInput:
+    return BadInput(
+        f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT in the environment must be whole numbers ({error})."
+    )
 
 
 def _job_of(env: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast._options import read_environment
+from holdfast._options import read_place
 
 _log = logging.getLogger("holdfast")
 
@@ -124,5 +124,4 @@ def _place() -> tuple[int, int]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    environment = read_environment()
-    return environment.rank, environment.world_size
+    return read_place()

@@ -14,7 +14,7 @@ from weakref import ref
 
 from holdfast._deadline import REAL_CLOCK, Clock, Deadline, Limits
 from holdfast._exits import is_over
-from holdfast._options import read_environment
+from holdfast._options import read_place
 from holdfast._protocol.job import Job, job_of, limits_of
 from holdfast._roster.base import Roster
 from holdfast._roster.memory import MemoryRoster
@@ -92,9 +92,10 @@ def find_roster(job: Job) -> Roster:
 
     if dist.is_available() and dist.is_initialized():
         return _roster_of_the_default_group()
-    if read_environment().world_size > 1:
+    _, world_size = read_place()
+    if world_size > 1:
         raise BadInput(
-            f"WORLD_SIZE is {read_environment().world_size}, but torch.distributed is not initialised, so "
+            f"WORLD_SIZE is {world_size}, but torch.distributed is not initialised, so "
             "ranks can't find each other.",
             hint="Call torch.distributed.init_process_group first, or give job=holdfast.Job(no_dist=True) if "
             "this process is alone.",
