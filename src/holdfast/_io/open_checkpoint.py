@@ -71,20 +71,6 @@ def _open_slice(store: Store, opened: ExitStack) -> Index | None:
     return Index(reader.read, reader.size, f"{store.url}/{SLICE}")
 
 
-@contextmanager
-def open_own(store: Store) -> Iterator[Index | Slice]:
-    """Open a committed Holdfast checkpoint, or a slice of one, and close it afterwards. NotCommitted if there
-    is neither."""
-    with ExitStack() as opened:
-        try:
-            yield opened.enter_context(open_index(store))
-        except NotCommitted:
-            fetched = _open_slice(store, opened)
-            if fetched is None or read_origin(fetched.about, fetched.where).kind != CHECKPOINT:
-                raise
-            yield Slice(fetched)
-
-
 class TorchDist:
     """A `torch_dist` folder. A selection reads only those parts of data files that locate its elements."""
 
