@@ -13,6 +13,7 @@ from holdfast._options import Options
 from tests.integrations.megatron.models import Layout
 from tests.integrations.verl_jobs import save_and_load, save_without
 from tests.support.processes import ProcessWorld
+from tests.support.waiting import SLACK
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="verl imports transformers"
@@ -70,7 +71,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
             assert said.startswith("RankFailed")
             assert f"rank {ABSENT}" in said
             assert "MegatronCheckpointManager.save_checkpoint" in said
-            assert took < 10
+            assert took < 2 + SLACK
         assert after == "saved"
     assert (tmp_path / "global_step_2" / "ckpt_contents.json").exists()
     assert not (tmp_path / "global_step_1" / "ckpt_contents.json").exists()

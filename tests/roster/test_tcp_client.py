@@ -14,6 +14,7 @@ from holdfast._roster import tcp_client
 from holdfast._roster.process import sockets
 from holdfast._roster.tcp_client import TcpClient, agrees_with
 from holdfast._roster.torch_store import TorchRoster
+from tests.support.waiting import SLACK
 
 
 @pytest.fixture(params=[True, False], ids=["libuv", "threads"])
@@ -60,11 +61,11 @@ def test_a_wait_ends_when_the_key_is_set_and_leaves_the_connection_usable(
     other = TcpClient("127.0.0.1", store.port)
     begun = time.monotonic()
     assert not client.wait("late", 0.2)
-    assert 0.15 < time.monotonic() - begun < 1.0
+    assert 0.15 < time.monotonic() - begun < SLACK
     timer = threading.Timer(0.2, other.claim, ["late", b"x"])
     timer.start()
-    assert client.wait("late", 10.0)
-    assert time.monotonic() - begun < 3.0
+    assert client.wait("late", 60.0)
+    assert time.monotonic() - begun < SLACK
     assert client.get(["late"]) == [b"x"]
     assert client.wait("late", 10.0)
     timer.join()
