@@ -77,7 +77,7 @@ def python(program: str, *args: str, cwd: Path, **more: str) -> str:
         cwd=cwd,
         text=True,
         capture_output=True,
-        timeout=180,
+        timeout=270,
         check=False,
     )
     assert done.returncode == 0, done.stderr

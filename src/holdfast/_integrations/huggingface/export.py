@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -30,6 +31,7 @@ from holdfast._integrations.huggingface.published_tensors import (
 from holdfast._integrations.reporting import quiet
 from holdfast._io.host_memory import ScratchBuffer, batches
 from holdfast._io.index_file import open_index
+from holdfast._io.on_threads import on_threads
 from holdfast._io.raw_read import fill_rows
 from holdfast._layout.box import Box, cut, whole
 from holdfast._layout.tensor import DTYPES, FLOATS, TensorSpec
@@ -40,7 +42,7 @@ from holdfast._protocol.operation import read_state
 from holdfast._protocol.task import CollectiveTask
 from holdfast._state.memory import ShiftedMemory, TensorMemory, torch_dtype
 from holdfast._state.reordered import as_ours
-from holdfast._store.base import Store, replace_file, storage_errors
+from holdfast._store.base import Store, Writer, replace_file, storage_errors
 from holdfast._store.filesystem import make_durably
 from holdfast._store.local import LocalStore, open_store
 from holdfast._store.pins import Pin
@@ -50,8 +52,10 @@ from holdfast._views import hub_format as hf
 from holdfast._views.mapping import MINUS_ONE, Segment
 from holdfast.errors import BadInput
 
-SLAB = 64 << 20
+SLAB = 32 << 20
 """Bytes of weights that are assembled at a time."""
+_THREADS = 2
+"""While one writes what it has assembled, the other assembles."""
 FILE_BYTES = 5_000_000_000
 """The most bytes of weights in a file, as transformers shards them."""
 _LEFT_OUT = ("quantization_config", hf.WEIGHTS_NAMED)
@@ -172,7 +176,9 @@ class _Export(CollectiveTask):
         self.store, self.base, self.out = store, base, out
         self._call, self._progress, self._in_framework = call, progress, in_framework
         self._done = self._written = 0
-        self._slab = ScratchBuffer(SLAB)
+        self._free = [ScratchBuffer(SLAB) for _ in range(_THREADS)]
+        """Memory that no thread assembles in."""
+        self._lock = threading.Lock()
 
     def plan(self, index: Index, files: list[tuple[str, list[PublishedTensor]]], missing: list[str]) -> None:
         """Set the files of all ranks; this rank writes its share of them."""
@@ -272,17 +278,21 @@ class _Export(CollectiveTask):
         file = WholeFiles(self.out.root).create(name)
         try:
             file.write_at(0, [header])
-            offset = len(header)
-            for buffers in self._slabs(tensors):
-                file.write_at(offset, buffers)
-                size = sum(map(len, buffers))
-                offset += size
-                self._written += size
-                self._advance(size)
+            # The slabs are assembled one after the other, by whichever thread has written its last one.
+            slabs = self._slabs(tensors, len(header))
+            on_threads(_THREADS, "holdfast-export", lambda slab: self._write_slab(file, slab), slabs)
         except BaseException:
             file.discard()
             raise
         file.finish()
+
+    def _write_slab(self, file: Writer, slab: _Slab) -> None:
+        size = sum(map(len, slab.buffers))
+        file.write_at(slab.offset, slab.buffers)
+        with self._lock:
+            self._free.append(slab.memory)
+            self._written += size
+            self._advance(size)
 
     def _config(self, config: dict[str, object]) -> dict[str, object]:
         """Return the configuration of what is written: of its dtype and its files, without quantization."""
@@ -322,27 +332,23 @@ class _Export(CollectiveTask):
         with closing(self.out.open(name)) as reader:
             return reader.read(0, len(header)) == header
 
-    def _slabs(self, tensors: Sequence[PublishedTensor]) -> Iterator[list[memoryview]]:
-        """Yield the bytes of tensors in order: several small tensors at a time, or a part of a large one."""
+    def _slabs(self, tensors: Sequence[PublishedTensor], offset: int) -> Iterator[_Slab]:
+        """Yield the bytes of tensors in order, from `offset` of the file on: several small tensors at a time,
+        or a part of a large one."""
         parts = (
             _PublishedPart(tensor, box)
             for tensor in tensors
             for box in cut(whole(tensor.shape), SLAB // DTYPES[tensor.code].size)
         )
-        return map(self._read, batches(parts, SLAB))
+        for batch in batches(parts, SLAB):
+            memory = self._free.pop()
+            yield _Slab(offset, memory, self._read(batch, memory))
+            offset += sum(part.nbytes for part in batch)
 
-    def _target(self, part: _PublishedPart) -> torch.Tensor:
-        """Return memory for a part; reused, because new memory costs as much as a copy."""
-        dtype, shape = torch_dtype(part.tensor.code), part.box.shape
-        memory = self._slab.take(part.nbytes) if part.nbytes else None
-        if memory is None:  # nothing, or many small parts, whose alignment gaps add up
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-    def _read(self, batch: Sequence[_PublishedPart]) -> list[memoryview]:
-        """Read and assemble parts of published tensors."""
-        self._slab.reset()
-        table, targets = ShardTable(), list(map(self._target, batch))
+    def _read(self, batch: Sequence[_PublishedPart], memory: ScratchBuffer) -> list[memoryview]:
+        """Read and assemble parts of published tensors in `memory`."""
+        memory.reset()
+        table, targets = ShardTable(), [_target(part, memory) for part in batch]
         for (tensor, box), target in zip(batch, targets, strict=True):
             for spec, segment in tensor.pieces:
                 seen = box
@@ -355,6 +361,14 @@ class _Export(CollectiveTask):
         return [target.view(-1).view(torch.uint8).numpy().data for target in targets]
 
 
+class _Slab(NamedTuple):
+    """Assembled bytes of a file. memory: what they lie in."""
+
+    offset: int
+    memory: ScratchBuffer
+    buffers: Sequence[memoryview]
+
+
 class _PublishedPart(NamedTuple):
     """A part of a published tensor."""
 
@@ -364,6 +378,15 @@ class _PublishedPart(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.box.volume * DTYPES[self.tensor.code].size
+
+
+def _target(part: _PublishedPart, slab: ScratchBuffer) -> torch.Tensor:
+    """Return memory for a part; reused, because new memory costs as much as a copy."""
+    dtype, shape = torch_dtype(part.tensor.code), part.box.shape
+    memory = slab.take(part.nbytes) if part.nbytes else None
+    if memory is None:  # nothing, or many small parts, whose alignment gaps add up
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _add(table: ShardTable, spec: TensorSpec, segment: Segment, target: torch.Tensor, part: Box) -> None:
