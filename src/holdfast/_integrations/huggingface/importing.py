@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 
@@ -68,7 +69,8 @@ def import_huggingface(
             identity=folders[0].identity_of_files() if folders else "",
             trouble=trouble,
             step=step,
-            options=job.options,
+            # While one thread reads, the other writes.
+            options=replace(job.options, writer_threads=max(job.options.writer_threads, 2)),
             imported=IMPORTED_MODEL,
         )
 
