@@ -64,12 +64,13 @@ def test_the_arguments_that_a_program_has_noted_stay_as_they_were() -> None:
 AT_THE_END = """
 import atexit, sys, threading
 from holdfast._watch.evidence import AT_EXIT
-from holdfast._watch.own_stacks import stacks_here
+from holdfast._watch.own_stacks import _raised, stacks_here
 from holdfast._watch.positions import has_ended, is_in_its_program
 
 def look(name):
     stack = stacks_here(ways=True)[0]
-    print(name, stack.calls[-1] == AT_EXIT, has_ended(stack), is_in_its_program(stack))
+    raised = [(one.what, one.is_cause) for one in _raised()]
+    print(name, stack.calls[-1] == AT_EXIT, has_ended(stack), is_in_its_program(stack), raised)
 
 looks = {name: (threading.Event(), threading.Event()) for name in ("program", "joins", "handler")}
 
@@ -92,15 +93,17 @@ threading.Thread(target=watch, daemon=True).start()
 atexit.register(ask, "handler")
 ask("program")
 threading.Thread(target=outlives_the_program).start()
+raise ValueError("the batch is empty")
 """
 
 
 def test_a_main_thread_at_its_exit_is_told_from_one_in_its_program() -> None:
-    """In an `atexit` handler no Python call shows it."""
+    """In an `atexit` handler no Python call shows it. What has ended the program is told."""
     done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
+    raised = "[('ValueError: the batch is empty', True)]"
     assert done.stdout.splitlines() == [
-        "program False False True",
-        "joins False True False",
-        "handler True True False",
+        "program False False True []",
+        f"joins False True False {raised}",
+        f"handler True True False {raised}",
     ]

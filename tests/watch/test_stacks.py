@@ -275,7 +275,9 @@ SYNCHRONIZES = IN_BARRIER.replace("distributed/distributed_c10d.py", "cuda/__ini
 
 
 @pytest.mark.parametrize(
-    ("calls", "kind", "says"), [(ITEM, None, "waits for its GPU"), (ACQUIRES, "stuck", "stands still")]
+    ("calls", "kind", "says"),
+    [(ITEM, None, "waits for its GPU"), (ACQUIRES, "stuck", "stands still")],
+    ids=["item", "acquire"],
 )
 def test_a_rank_at_item_is_not_guilty_by_that(
     calls: str, kind: str | None, says: str, tmp_path: Path
@@ -331,3 +333,16 @@ def test_the_state_of_a_thread_is_read_of_json(active: bool, kind: str | None, t
             (tmp_path / name).write_text(json.dumps([thread]))
     found = diagnose(read_all([str(tmp_path)])).verdict
     assert (found.kind if found is not None else None) == kind
+
+
+def test_who_hangs_at_its_exit_after_an_error_has_died(tmp_path: Path) -> None:
+    called(tmp_path, IN_LOOP_WAITS, IN_LOOP_WAITS, JOINS)
+    path = tmp_path / "rank-2.json"
+    answer = json.loads(path.read_bytes())
+    error = Ending("ValueError: the batch is empty", Source("roll call"))
+    answer["roll_call"]["endings"] = msgspec.to_builtins([error])
+    path.write_text(json.dumps(answer))
+    found = diagnose(read_all([str(tmp_path)])).verdict
+    assert found is not None
+    assert (found.kind, found.ranks) == ("died", (2,))
+    assert "the batch is empty" in found.summary

@@ -90,7 +90,7 @@ def _only_exits(evidence: Evidence, positions: dict[int, Position], exits: set[i
     return Verdict(
         "lifecycle",
         "stacks" if still else "absence",
-        f"{listed(exits)}: has come to its end, and does not exit, at {one.call}; all others have ended",
+        f"{listed(exits)}: the program has ended, and its exit has not, at {one.call}; all others are gone",
         tuple(sorted(exits)),
         call=one.call,
         seen=tuple(
