@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast._exits import say
 from holdfast._heart import HASTE, NAME, Heart, heart
 from holdfast.errors import HoldfastError
 from tests.support.threads import in_a_fork, no_more_threads
@@ -217,3 +219,24 @@ def test_a_process_ends_as_promptly_as_without_it(ends: str) -> None:
     assert time.monotonic() - float(ended.stdout) < 5.0
     assert ended.returncode == {"": 0, "1 / 0": 1}.get(ends, 3), ended.stderr
     assert "Fatal" not in ended.stderr
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_closed_terminal_ends_neither_the_heart_nor_the_program(
+    closed: bool, own: Heart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without handlers, logging writes to `sys.stderr`, and raises if that is closed."""
+    terminal = io.StringIO()
+    terminal.close()
+    monkeypatch.setattr(sys, "stderr", terminal if closed else None)
+    monkeypatch.setattr(logging.getLogger("holdfast"), "propagate", False)
+
+    def fail() -> None:
+        raise ValueError("a failure that is logged")
+
+    fails, goes_on = Counts(does=fail), Counts()
+    own.begin(fails)
+    own.begin(goes_on)
+    wait_until(lambda: len(fails.at) > 1 and len(goes_on.at) > 1)
+    logging.getLogger("holdfast").warning("a rank has waited")
+    say("a rank ends")

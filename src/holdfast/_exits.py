@@ -140,6 +140,12 @@ def hurry() -> None:
     _ending.hurries = True
 
 
+def say(text: str) -> None:
+    """Write a line on the terminal, if the program has not closed it."""
+    with suppress(Exception):
+        print(text, file=sys.stderr, flush=True)
+
+
 def note_code(code: object) -> None:
     """Note the code of the SystemExit by which the program has ended itself: a number, a message, or None."""
     _ending.code = code
@@ -232,8 +238,7 @@ def _end() -> NoReturn:
     """End this process without finalising the interpreter."""
     _flush_files()
     for failure in filter(lambda failure: failure.message, _ending.failures):
-        with suppress(Exception):
-            print(failure.message, file=sys.stderr, flush=True)
+        say(failure.message)
     if isinstance(uncaught(), KeyboardInterrupt):  # end as the interpreter does then
         # By the signal, not by a code: a shell that runs a script sees by it that it was Ctrl-C, and stops.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

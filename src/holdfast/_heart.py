@@ -22,6 +22,16 @@ from typing import Protocol
 from holdfast._threads import TooLate, start_thread
 
 log = logging.getLogger("holdfast")
+
+
+def _tell(record: logging.LogRecord) -> None:
+    """Handle a record of the logger. Where the program has closed its stderr, logging raises: in the program,
+    and on this thread, which would end with that."""
+    with suppress(Exception):
+        type(log).handle(log, record)
+
+
+log.handle = _tell  # type: ignore[method-assign]
 JOIN = 0.5
 """Seconds to wait for the thread to end after the last duty."""
 HASTE = 0.1

@@ -11,9 +11,11 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from holdfast._watch import packed
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.evidence import Evidence
 from holdfast._watch.log import BLOCK, lines_that_tell
@@ -409,3 +411,83 @@ def test_memory_of_a_line_without_end_is_bounded(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 5 * BLOCK
+
+
+OLD = (
+    "[E ProcessGroupNCCL.cpp:{line}] [Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL({what}, {more}"
+    "Timeout(ms)=1800000) ran for 1804615 milliseconds before timing out."
+)
+"""Without the global rank, and before torch 1.13 without a number: https://github.com/OFA-Sys/OFA/issues/271."""
+
+
+def old(rank: int, name: str, number: int | None = None, more: str = "") -> str:
+    what = f"OpType={name}" if number is None else f"SeqNum={number}, OpType={name}"
+    return OLD.format(line=737, rank=rank, what=what, more=more)
+
+
+def test_operations_without_a_number_are_not_joined(tmp_path: Path) -> None:
+    """Each rank's first timeout may be of another call."""
+    names = ["ALLREDUCE", "BROADCAST", "ALLREDUCE", "ALLREDUCE"]
+    for rank, name in enumerate(names):
+        (tmp_path / f"rank-{rank}.log").write_text(
+            f"world size 4\n{old(rank, name, more='TensorShape=[1], ')}\n"
+        )
+    found = diagnose(read_all([str(tmp_path)]))
+    assert found.verdict is None, found.verdict
+    assert not any(one.number is not None for one in found.possible)
+    assert "rank 1 timed out in BROADCAST" in [one.what for one in found.observations]
+
+
+def test_lines_that_tell_no_global_rank_decide_nothing(tmp_path: Path) -> None:
+    found = of(tmp_path, "world size 4", *(old(rank, "ALLREDUCE", 469508) for rank in range(4)))
+    assert found.verdict is None
+    assert len(found.observations) == 4
+
+
+@pytest.mark.parametrize("odd", ["BROADCAST", "ALLREDUCE"])
+def test_where_groups_of_some_ranks_are_in_use_a_rank_alone_tells_no_group(odd: str, tmp_path: Path) -> None:
+    """Rank 1 is rank 1 of its tensor group, and rank 0 is rank 0 of its data group: another group has its own
+    number 5. Rank 2 shows that there are such groups."""
+    lines = [timeout(0, 5), timeout(1, 5, odd), timeout(2, 5, group_rank=0)]
+    found = of(tmp_path, "world size 4", *lines)
+    assert found.verdict is None, found.verdict
+
+
+def test_the_counts_of_torch_2_4_are_read(tmp_path: Path) -> None:
+    """https://github.com/mila-iqia/milabench/pull/269 has such lines."""
+    lines = [
+        f"[rank{rank}]:[E909 09:55:46.996672294 ProcessGroupNCCL.cpp:1709] [PG 0 (default_pg) Rank {rank}] Timeout at NCCL "
+        f"work: 2070, last enqueued NCCL work: 2082, last completed NCCL work: 2069."
+        for rank in range(2)
+    ]
+    progress = [rank.progress for rank in read(tmp_path, *lines).ranks.values()]
+    assert [(one.group, one.enqueued, one.completed) for (one,) in progress] == [
+        ("PG 0:default_pg", 2082, 2069)
+    ] * 2
+
+
+def test_a_log_that_grows_is_read_as_it_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "job.log"
+    path.write_text(f"{timeout(0, 5)}\n")
+    read_into = packed._AsFound.readinto
+    reads = 0
+
+    def readinto(file: packed._AsFound, into: Any) -> int:
+        nonlocal reads
+        if reads < 1000:  # else a mistake has no end
+            reads += 1
+            with open(path, "a") as log:
+                log.write(f"{timeout(1, 5)}\n")
+        return read_into(file, into)
+
+    monkeypatch.setattr(packed._AsFound, "readinto", readinto)
+    found = read_all([str(path)])
+    assert list(found.ranks) == [0]
+    assert reads < 10
+
+
+def test_the_last_number_of_a_line_that_is_being_written_does_not_count(tmp_path: Path) -> None:
+    whole = f"{status(0, 2070, 2069, 2082)}\n"
+    for cut in (whole[:-2], whole[:-1]):
+        (tmp_path / "job.log").write_text(whole.replace("rank0", "rank1").replace("Rank 0", "Rank 1") + cut)
+        assert list(read_all([str(tmp_path / "job.log")]).ranks) == [1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import weakref
 from typing import Any
@@ -57,3 +59,51 @@ def test_the_arguments_that_a_program_has_noted_stay_as_they_were() -> None:
     seen: list[Stack] = []
     assert set(with_its_arguments(seen)) == {"seen"}
     assert counts(seen, "with_its_arguments") == ()
+
+
+AT_THE_END = """
+import atexit, sys, threading
+from holdfast._watch.evidence import AT_EXIT
+from holdfast._watch.own_stacks import _raised, stacks_here
+from holdfast._watch.positions import has_ended, is_in_its_program
+
+def look(name):
+    stack = stacks_here(ways=True)[0]
+    raised = [(one.what, one.is_cause) for one in _raised()]
+    print(name, stack.calls[-1] == AT_EXIT, has_ended(stack), is_in_its_program(stack), raised)
+
+looks = {name: (threading.Event(), threading.Event()) for name in ("program", "joins", "handler")}
+
+def watch():
+    for name, (asked, done) in looks.items():
+        asked.wait()
+        look(name)
+        done.set()
+
+def ask(name):
+    asked, done = looks[name]
+    asked.set()
+    done.wait(60)
+
+def outlives_the_program():
+    threading.main_thread().join()
+    ask("joins")
+
+threading.Thread(target=watch, daemon=True).start()
+atexit.register(ask, "handler")
+ask("program")
+threading.Thread(target=outlives_the_program).start()
+raise ValueError("the batch is empty")
+"""
+
+
+def test_a_main_thread_at_its_exit_is_told_from_one_in_its_program() -> None:
+    """In an `atexit` handler no Python call shows it. What has ended the program is told."""
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    raised = "[('ValueError: the batch is empty', True)]"
+    assert done.stdout.splitlines() == [
+        "program False False True []",
+        f"joins False True False {raised}",
+        f"handler True True False {raised}",
+    ]

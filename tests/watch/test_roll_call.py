@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,12 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from holdfast._roster.beacon import Beacon
+from holdfast._roster.memory import MemoryRoster
+from holdfast._roster.presence import at_key
 from holdfast._torch_private import flight_records
 from holdfast._watch import roll_call
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call
 from holdfast._watch.evidence import Call, Operation, Rank, Source, Stack
+from holdfast._watch.shared_call import ask_for_call
+from tests.support.waiting import wait_until
 
 
 def answer(
@@ -133,3 +139,33 @@ def test_a_graph_is_captured_while_records_are_read() -> None:
         over.set()
         reader.join()
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("rank", "ended", "looks"),
+    [
+        (2, {0, 1}, True),
+        (2, {0}, True),
+        (2, set(), False),
+        (5, {0, 1, 2, 3, 4}, True),
+        (5, {0, 1, 2, 4}, True),
+        (5, {0, 1}, False),
+    ],
+)
+def test_when_the_first_ranks_have_ended_others_look_for_calls(
+    rank: int, ended: set[int], looks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_ROLL_CALLS", str(tmp_path))
+    ask_for_call(str(tmp_path), "somebody asks")
+    base = MemoryRoster(rank, 6)
+    for one in range(rank):
+        beacon = Beacon(MemoryRoster(one, 6))
+        beacon.ended = "its program has ended" if one in ended else ""
+        base.put(at_key(one), beacon.message())
+    call = roll_call.RollCall(base)
+    call._look_in_folder(base)
+    if looks:
+        wait_until(lambda: call._waiting_call is not None)
+    else:
+        assert not call._looks.is_set()
+        assert call._waiting_call is None

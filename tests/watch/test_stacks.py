@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 
 from holdfast._watch.diagnose import diagnose
-from holdfast._watch.evidence import Call, Rank, Source, Stack
+from holdfast._watch.evidence import AT_EXIT, Call, Ending, Operation, Rank, Source, Stack
 from holdfast._watch.own_stacks import activity_here
 from holdfast._watch.read import read_all
 from holdfast._watch.verdict import Diagnosis
@@ -171,3 +172,177 @@ def test_wakes_of_a_thread_are_counted() -> None:
     for _ in range(20):
         time.sleep(0.001)
     assert activity_here()[2] - before >= 20
+
+
+STDLIB = "/usr/lib/python3.12"
+LOOP = (Call("train", "train.py", 90), Call("<module>", "train.py", 200))
+REDUCES = Call("all_reduce", "torch/distributed/distributed_c10d.py", 3000)
+AT_EXIT_WAITS = (
+    Call("barrier", "torch/distributed/distributed_c10d.py", 5000),
+    Call("final", "train.py", 7),
+    AT_EXIT,
+)
+IN_LOOP_WAITS = (REDUCES, *LOOP)
+AT_EXIT_UPLOADS = (Call("upload", "train.py", 9), AT_EXIT)
+JOINS = (Call("_shutdown", f"{STDLIB}/threading.py", 1590),)
+READS = (Call("read", "data.py", 7), *LOOP)
+READS_ON = (Call("parse", "data.py", 20), *LOOP)
+ENDED: tuple[Call, ...] = ()
+
+
+def called(folder: Path, *ranks: tuple[Call, ...] | tuple[tuple[Call, ...], tuple[Call, ...]]) -> Diagnosis:
+    """What is said of a roll call whose ranks are at these calls, and at others later if two are given."""
+    here = Source("roll call")
+    for rank, calls in enumerate(ranks):
+        first, later = calls if calls and not isinstance(calls[0], Call) else (calls, calls)
+        stacks = [(Stack("MainThread", one, here, ways=(None,) * len(one)),) for one in (first, later) if one]
+        found = Rank(rank, stacks=stacks[0], later=stacks[1], busy=0.0) if stacks else ended(rank)
+        answer = {"roll_call": found, "members": {}, "world_size": len(ranks), "by": rank}
+        (folder / f"rank-{rank}.json").write_bytes(msgspec.json.encode(answer))
+    return diagnose(read_all([str(folder)]))
+
+
+def ended(rank: int) -> Rank:
+    return Rank(rank, endings=(Ending("exit code 0", Source("kernel"), is_clean=True),))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "named"),
+    [
+        # One hangs in an `atexit` handler, or joins a thread, and the others wait in a handler.
+        ((AT_EXIT_WAITS, AT_EXIT_WAITS, AT_EXIT_UPLOADS), "lifecycle", (2,)),
+        ((AT_EXIT_WAITS, AT_EXIT_WAITS, JOINS), "lifecycle", (2,)),
+        # The others have ended.
+        ((ENDED, ENDED, AT_EXIT_UPLOADS), "lifecycle", (2,)),
+        ((ENDED, ENDED, (AT_EXIT_UPLOADS, AT_EXIT_WAITS)), None, (2,)),
+        # The others wait in the program: this one has left it early, for whatever reason.
+        ((IN_LOOP_WAITS, IN_LOOP_WAITS, AT_EXIT_UPLOADS), None, (2,)),
+        ((IN_LOOP_WAITS, IN_LOOP_WAITS, JOINS), None, (2,)),
+        # One is in its program, while the others wait at their exits.
+        ((AT_EXIT_WAITS, AT_EXIT_WAITS, READS), "stuck", (2,)),
+        ((AT_EXIT_WAITS, AT_EXIT_WAITS, (READS, READS_ON)), "late", (2,)),
+    ],
+)
+def test_a_hang_at_an_exit(
+    ranks: tuple[tuple[Call, ...], ...], kind: str | None, named: tuple[int, ...], tmp_path: Path
+) -> None:
+    found = called(tmp_path, *ranks)
+    assert (found.verdict.kind if found.verdict is not None else None) == kind, found
+    assert (found.verdict or found.possible[0]).ranks == named
+
+
+def test_of_stacks_from_outside_nobody_knows_who_is_at_its_exit(tmp_path: Path) -> None:
+    """The handler's own calls are all that is dumped; they may be those of a thread of a library, too."""
+    for rank in range(3):
+        dump(tmp_path, rank, "    upload (train.py:9)\n" if rank == 2 else WAITS, "    upload (train.py:9)\n")
+    assert diagnose(read_all([str(tmp_path)])).verdict is None
+
+
+def test_who_has_left_the_program_is_in_no_cycle(tmp_path: Path) -> None:
+    """A rank that had fewer batches waits in a handler for the others, which wait for it in the loop."""
+    here = Source("roll call")
+    for rank in range(3):
+        left = rank == 2
+        calls = AT_EXIT_WAITS if left else IN_LOOP_WAITS
+        pending = Operation("1:other" if left else "0:default_pg", 5, "barrier", "started", here)
+        done = Operation("0:default_pg" if left else "1:other", 4, "all_reduce", "completed", here)
+        stacks = (Stack("MainThread", calls, here, ways=(None,) * len(calls)),)
+        members = {"0:default_pg": (0, 1, 2), "1:other": (0, 1, 2)} if not rank else {}
+        found = Rank(rank, (pending, done), stacks=stacks, later=stacks, busy=0.0)
+        answer = {"roll_call": found, "members": members, "world_size": 3, "by": rank}
+        (tmp_path / f"rank-{rank}.json").write_bytes(msgspec.json.encode(answer))
+    said = diagnose(read_all([str(tmp_path)]))
+    assert said.verdict is None, said.verdict
+    assert said.possible[0].kind == "data"
+
+
+FATAL = """[E ProcessGroupNCCL.cpp:828] [Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, \
+OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1804360 milliseconds before timing out.
+Fatal Python error: Aborted
+
+Thread 0x00002ac6175f7700 (most recent call first):
+{calls}"""
+"""As https://discuss.pytorch.org/t/187207 has it."""
+ITEM = '  File "/job/train.py", line 96 in train\n  File "/job/train.py", line 300 in <module>\n'
+ACQUIRES = f'  File "{STDLIB}/threading.py", line 355 in wait\n{ITEM}'
+IN_BARRIER = (
+    '  File "/lib/torch/distributed/distributed_c10d.py", line 2500 in barrier\n'
+    '  File "/job/train.py", line 120 in train\n  File "/job/train.py", line 300 in <module>\n'
+)
+SYNCHRONIZES = IN_BARRIER.replace("distributed/distributed_c10d.py", "cuda/__init__.py").replace(
+    "barrier", "synchronize"
+)
+
+
+@pytest.mark.parametrize(
+    ("calls", "kind", "says"),
+    [(ITEM, None, "waits for its GPU"), (ACQUIRES, "stuck", "stands still")],
+    ids=["item", "acquire"],
+)
+def test_a_rank_at_item_is_not_guilty_by_that(
+    calls: str, kind: str | None, says: str, tmp_path: Path
+) -> None:
+    """Of a call in C, such as `loss.item()`, faulthandler shows the line of the program; and not the state."""
+    for rank in range(4):
+        text = FATAL.format(rank=rank, calls=IN_BARRIER if rank < 3 else calls)
+        for name in (f"rank-{rank}.txt", f"rank-{rank}-again.txt"):
+            (tmp_path / name).write_text(text)
+    found = diagnose(read_all([str(tmp_path)]))
+    assert (found.verdict.kind if found.verdict is not None else None) == kind
+    named = found.verdict or found.possible[0]
+    assert (named.kind, named.ranks) == ("stuck", (3,))
+    assert says in named.summary
+    # The log that the dump stands in is read, too.
+    assert any("timed out in ALLREDUCE #9" in one.what for one in found.observations)
+
+
+def test_a_rank_that_synchronizes_is_on_no_other_path(tmp_path: Path) -> None:
+    """The others are at the end of the epoch, where the host waits; its stream has not come through."""
+    before = SYNCHRONIZES.replace("line 120", "line 96")
+    for rank in range(4):
+        (tmp_path / f"rank-{rank}.txt").write_text(
+            "Fatal Python error: Aborted\n\nThread 0x00002ac6175f7700 (most recent call first):\n"
+            + (IN_BARRIER if rank < 3 else before)
+        )
+    (tmp_path / "job.log").write_text("world size 4\n")
+    found = diagnose(read_all([str(tmp_path)]))
+    assert found.verdict is None, found.verdict
+
+
+def test_a_rank_that_synchronizes_in_a_save_may_come(tmp_path: Path) -> None:
+    """It copies its part from the GPU, while the others have ended."""
+    save = SYNCHRONIZES.replace(" in train", " in save")
+    (tmp_path / "rank-1.json").write_bytes(
+        msgspec.json.encode({"roll_call": ended(1), "members": {}, "world_size": 2, "by": 1})
+    )
+    (tmp_path / "rank-0.txt").write_text(FATAL.format(rank=0, calls=save))
+    assert diagnose(read_all([str(tmp_path)])).verdict is None
+
+
+@pytest.mark.parametrize(("active", "kind"), [(True, None), (False, "stuck")])
+def test_the_state_of_a_thread_is_read_of_json(active: bool, kind: str | None, tmp_path: Path) -> None:
+    waits = [("all_reduce", "torch/distributed/distributed_c10d.py", 3000), ("step", "train.py", 50)]
+    item = [("step", "train.py", 40)]
+    for rank in range(4):
+        frames = [
+            {"name": name, "short_filename": file, "line": line}
+            for name, file, line in (item if rank == 3 else waits)
+        ]
+        thread = {"thread_id": 1, "thread_name": "MainThread", "active": active, "frames": frames}
+        for name in (f"rank-{rank}.json", f"rank-{rank}-again.json"):
+            (tmp_path / name).write_text(json.dumps([thread]))
+    found = diagnose(read_all([str(tmp_path)])).verdict
+    assert (found.kind if found is not None else None) == kind
+
+
+def test_who_hangs_at_its_exit_after_an_error_has_died(tmp_path: Path) -> None:
+    called(tmp_path, IN_LOOP_WAITS, IN_LOOP_WAITS, JOINS)
+    path = tmp_path / "rank-2.json"
+    answer = json.loads(path.read_bytes())
+    error = Ending("ValueError: the batch is empty", Source("roll call"))
+    answer["roll_call"]["endings"] = msgspec.to_builtins([error])
+    path.write_text(json.dumps(answer))
+    found = diagnose(read_all([str(tmp_path)])).verdict
+    assert found is not None
+    assert (found.kind, found.ranks) == ("died", (2,))
+    assert "the batch is empty" in found.summary

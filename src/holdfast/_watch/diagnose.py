@@ -76,14 +76,14 @@ def _observed(evidence: Evidence) -> list[Observation]:
     """List what the evidence shows of timeouts, ends and remarks, however the verdict is."""
     found = [
         Observation(
-            f"rank {rank} timed out in {one.name} #{one.number}" + (f" of {one.group}" if one.group else ""),
+            f"rank {rank} timed out in {one.label}" + (f" of {one.group}" if one.group else ""),
             one.source,
         )
         for rank, one in evidence.operations()
         if one.state == "timed out"
     ]
     found += [
-        Observation(f"{one.name} #{one.number} timed out on rank {one.group_rank} of its group", one.source)
+        Observation(f"{one.label} timed out on rank {one.group_rank} of its group", one.source)
         for one in evidence.loose
     ]
     found += [

@@ -27,7 +27,7 @@ _RANK_IN_COMMAND = re.compile(r"\bRANK=(\d+)|rank[-_]?(\d+)")
 _PROCESS = re.compile(r"^Process (\d+): (.*)")
 _SERVED = re.compile(r"^=== Rank (\d{1,6}): ")
 """What torch's debug server writes before the stacks of each rank."""
-_THREAD = re.compile(r'^Thread (\S+) \((active)?[^)]*\)(?:: "(.*)")?')
+_THREAD = re.compile(r'^Thread (\S+) \(([^)]*)\)(?:: "(.*)")?')
 _CALL = re.compile(r"^\s+(\S.*?) \(([^()]*?)(?::(\d+))?\)$")
 _NAME = re.compile(r'^\s{8,}(\w+): "?(.*?)"?$')
 _FAULT_THREAD = re.compile(
@@ -79,9 +79,11 @@ def is_stacks(head: str) -> bool:
 def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None, is_later: bool) -> None:
     """Read the stacks of one process or of several, as py-spy or faulthandler write them."""
     threads: list[Stack] = []
+    states: dict[str, bool] = {}
+    """Of threads of which that is told, whether they run."""
     calls: list[Call] = []
     names: dict[str, str] = {}
-    thread, began, runs = "", 0, set[str]()
+    thread, began = "", 0
 
     def end_thread() -> None:
         if calls:
@@ -98,10 +100,11 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
             if rank is not None:
                 to.note_stack(rank, stack, is_later)
         # What waits for a GPU, as in `loss.item()`, is at a line of the program, and uses the CPU.
-        if rank is not None and threads and min(threads, key=_order).thread in runs:
-            to.rank(rank).busy = 1.0
+        runs = states.get(min(threads, key=_order).thread) if threads else None
+        if rank is not None and runs is not None:
+            to.rank(rank).busy = max(float(runs), to.rank(rank).busy or 0.0)
         threads.clear()
-        runs.clear()
+        states.clear()
 
     for number, line in enumerate(lines, 1):
         if (process := _PROCESS.match(line)) is not None:
@@ -115,7 +118,7 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
             end_thread()
             thread, began = found[3] or found[1], number
             if found[2]:
-                runs.add(thread)
+                states[thread] = found[2].startswith("active")
         elif (found := _FAULT_THREAD.match(line)) is not None:
             end_thread()
             thread, began = found[2], number
@@ -177,7 +180,9 @@ def read_json(data: bytes, to: Collector, name: str, rank: int | None, is_later:
 def _pyspy_lines(threads: list[Any]) -> Iterable[str]:
     for thread in threads:
         if isinstance(thread, dict):
-            yield f'Thread {thread.get("thread_id")} (): "{thread.get("thread_name") or ""}"'
+            active = thread.get("active")
+            state = "" if active is None else "active" if active else "idle"
+            yield f'Thread {thread.get("thread_id")} ({state}): "{thread.get("thread_name") or ""}"'
             for frame in thread.get("frames") or ():
                 file = frame.get("short_filename") or frame.get("filename")
                 yield f"    {frame.get('name')} ({file}:{frame.get('line')})"

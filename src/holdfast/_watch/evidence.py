@@ -38,8 +38,10 @@ class Call(NamedTuple):
 
 OPERATION = "holdfast-operation"
 """The thread that does what the main thread has called for (`protocol.runner`)."""
+AT_EXIT = Call("_run_exitfuncs", "atexit")
+"""The outermost call of a main thread that runs `atexit` handlers. It is in C, so `own_stacks` adds it."""
 _LIBRARY = re.compile(
-    r"/holdfast/_\w+/|"
+    r"^atexit$|/holdfast/_\w+/|"
     r"/torch/|^torch/|/ray/|^ray/|threading\.py|queue\.py|concurrent/|^lib\w*\.so|\.so(?:\.|$)|(?:^|/)multiprocessing/"
 )
 
@@ -76,6 +78,10 @@ class Stack(msgspec.Struct, frozen=True):
     """Of each call, where it can go; None of those of libraries, and empty if the process has not told."""
 
 
+UNKNOWN = -1
+"""The number of an operation whose line has none: torch before 1.13 told its tensors instead."""
+
+
 class Operation(msgspec.Struct, frozen=True):
     """One collective that a rank has begun."""
 
@@ -104,6 +110,10 @@ class Operation(msgspec.Struct, frozen=True):
     @property
     def is_pending(self) -> bool:
         return self.state != "completed"
+
+    @property
+    def label(self) -> str:
+        return self.name if self.number == UNKNOWN else f"{self.name} #{self.number}"
 
     @property
     def kind(self) -> str:

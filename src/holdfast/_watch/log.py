@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 from holdfast._watch import log_lines as form
 from holdfast._watch.collector import RANKS, Collector
-from holdfast._watch.evidence import Call, Ending, Operation, Progress, Source
+from holdfast._watch.evidence import UNKNOWN, Call, Ending, Operation, Progress, Source
 
 BLOCK = 4 << 20
 """Bytes that are read at once."""
@@ -26,6 +26,8 @@ def lines_that_tell(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         block = rest + read.replace(b"\0", b"")  # UTF-16, or a file that was cut while it was written
         # The last line may go on in the next block, but not for ever.
         whole = len(block) if not read or len(rest) >= BLOCK else block.rfind(b"\n") + 1
+        if not read and block[-1:].isdigit():
+            whole = block.rfind(b"\n") + 1  # it is being written, and its last number may have more digits
         at = counted = 0
         for found in sorted(found.start() for key in form.KEYS for found in key.finditer(block, 0, whole)):
             if found < at:
@@ -105,7 +107,7 @@ class LogReader:
 
     def _watchdog(self, text: str, rank: int | None, source: Source) -> bool:
         if (found := form.TIMEOUT.search(text)) is not None:
-            number = int(found["number"] or 0)
+            number = int(found["number"] or UNKNOWN)
             sizes = tuple(int(found[name]) for name in ("in", "out") if found[name] is not None)
             # The same timeout is told several times.
             key = (rank, found["rank"], number, found["op"], sizes)
@@ -122,7 +124,7 @@ class LogReader:
             started = found["started"]
             # Without the GUID this number counts on each rank by itself.
             progress = Progress(
-                _group(found["guid"] or f"PG {found['pg']}", found["desc"]),
+                _group(found["guid"] or f"PG {found['pg']}", found["desc"] or found["old_desc"]),
                 int(found["enqueued"]),
                 int(found["done"]),
                 source,

@@ -139,7 +139,8 @@ WHEN = re.compile(r"\[[EWIF](\d{2,4}) (\d\d):(\d\d):(\d\d)")
 """Month and day, and the time, as torch writes them."""
 CUDA = re.compile(r"watchdog thread terminated with exception: (CUDA error: [^\n]*)")
 STATUS = re.compile(
-    r"\[PG (?:ID \d+ PG GUID (?P<guid>\w+)(?:\((?P<desc>[^)]*)\))?|(?P<pg>\d+)) Rank (?P<rank>\d+)\].*?"
+    r"\[PG (?:ID \d+ PG GUID (?P<guid>\w+)(?:\((?P<desc>[^)]*)\))?|"
+    r"(?P<pg>\d+)(?: \((?P<old_desc>[^)]*)\))?) Rank (?P<rank>\d+)\].*?"
     r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+)"
     r"(?:, last started (?:NCCL )?work: (?P<started>-?\d+)[^,]*)?"
     r", last completed (?:NCCL )?work: (?P<done>-?\d+)"

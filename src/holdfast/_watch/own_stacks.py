@@ -6,6 +6,7 @@ import dis
 import inspect
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from types import CodeType, FrameType
@@ -13,12 +14,24 @@ from types import CodeType, FrameType
 import msgspec
 
 from holdfast import events
+from holdfast._exits import uncaught
 from holdfast._roster.beacon import Presence
 from holdfast._roster.process import activity, wakes
 from holdfast._torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import MOST_CALLS, operations_of
-from holdfast._watch.evidence import OPERATION, Call, Operation, Rank, Source, Stack, is_of_a_library
+from holdfast._watch.evidence import (
+    AT_EXIT,
+    OPERATION,
+    Call,
+    Ending,
+    Operation,
+    Rank,
+    Source,
+    Stack,
+    is_of_a_library,
+)
+from holdfast._watch.log_lines import CONSEQUENCE
 from holdfast._watch.shared_call import is_own
 from holdfast._watch.ways import way_of
 
@@ -60,9 +73,13 @@ def _stack(thread: str, frame: FrameType | None, with_ways: bool) -> Stack:
         read.append((frame, frame.f_lasti, frame.f_lineno))
         frame = frame.f_back
     calls = tuple(Call(one.f_code.co_name, one.f_code.co_filename, line) for one, _, line in read)
+    # The main thread counts as ended from the joins of `threading._shutdown` on, a call that can be seen.
+    has_ended = thread == "MainThread" and not threading.main_thread().is_alive()
+    if has_ended and calls[-1].function != "_shutdown":
+        calls += (AT_EXIT,)
     ways = [
         None if is_of_a_library(call) else way_of(one.f_code, at, _variables(one))
-        for call, (one, at, _) in zip(calls, read, strict=True)
+        for call, (one, at, _) in zip(calls, read, strict=False)
         if with_ways
     ]
     # A group that is being opened stands in no record yet.
@@ -115,8 +132,17 @@ def evidence_here(rank: int, presences: list[Presence]) -> tuple[Rank, dict[str,
         # The first that is in it tells.
         if operation is not None and rank == min(set(presence.participants) - waited_for, default=None):
             members[operation.group] = tuple(presence.participants)
-    found = msgspec.structs.replace(recorded, stacks=stacks_here(ways=True), phase=events.phase_now())
-    return found, members
+    stacks, phase = stacks_here(ways=True), events.phase_now()
+    return msgspec.structs.replace(recorded, stacks=stacks, phase=phase, endings=_raised()), members
+
+
+def _raised() -> tuple[Ending, ...]:
+    """Return what has ended the program, if it was an error and the process is still there."""
+    error = None if threading.main_thread().is_alive() else uncaught()
+    if error is None:
+        return ()
+    what = "".join(traceback.format_exception_only(error)).strip()[:300]
+    return (Ending(what, _HERE, is_cause=CONSEQUENCE.search(what) is None),)
 
 
 def _operation(presence: Presence) -> Operation | None:

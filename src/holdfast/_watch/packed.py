@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import stat
+import sys
 import zlib
 from typing import Any, BinaryIO
 
@@ -20,7 +23,7 @@ _OTHERS = {
 
 def opened(path: str) -> io.BufferedReader[Any]:
     """Open a file for reading, unpacked. Raises BadInput for what can't be unpacked."""
-    file = io.BufferedReader(io.FileIO(path), HEAD)
+    file = io.BufferedReader(_AsFound(path), HEAD)
     head = file.peek(HEAD)
     if head.startswith(b"\x1f\x8b"):
         return io.BufferedReader(_Unpacked(file), HEAD)
@@ -29,6 +32,21 @@ def opened(path: str) -> io.BufferedReader[Any]:
             file.close()
             raise BadInput(f"{path} is packed.", hint=f"{command} {path} | holdfast diagnose /dev/stdin")
     return file
+
+
+class _AsFound(io.FileIO):
+    """A file as it was when it was opened: the log of a job at work may grow faster than it is read."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        found = os.fstat(self.fileno())
+        # Those of /proc have no size.
+        self._left = found.st_size if stat.S_ISREG(found.st_mode) and found.st_size else sys.maxsize
+
+    def readinto(self, into: Any) -> int:
+        read = super().readinto(memoryview(into)[: self._left]) or 0
+        self._left -= read
+        return read
 
 
 class _Unpacked(io.RawIOBase):

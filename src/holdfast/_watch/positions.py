@@ -29,10 +29,11 @@ _OPENING = re.compile(
 _LOADER = re.compile(r"^(?:_next_data|_get_data|_try_get_data|_next_index)$|^_get_batch")
 _IDLE = re.compile(r"^(?:main_loop|<module>|_bootstrap\w*|run)$")
 _EXITS = re.compile(
-    r"^(?:_shutdown \S*threading|_exit_function \S*multiprocessing/util|_python_exit \S*concurrent/\S*)\.py$"
+    r"^(?:_run_exitfuncs atexit|"
+    r"(?:_shutdown \S*threading|_exit_function \S*multiprocessing/util|_python_exit \S*concurrent/\S*)\.py)$"
 )
 _PYTHON = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)")
-_BEGINS = re.compile(r"/multiprocessing/|threading\.py|runpy")
+_BEGINS = re.compile(r"/multiprocessing/|threading\.py|runpy|^atexit$")
 """Files in which the main thread begins, and that run the program once."""
 
 
@@ -49,6 +50,16 @@ class Position(NamedTuple):
         calls = self.stack.calls
         own = (call for call in calls if not is_of_a_library(call) and not _PYTHON.search(call.file))
         return next(own, calls[0])
+
+    @property
+    def is_at_its_gpu(self) -> bool:
+        """Does it wait for its GPU's stream? What that waits for is not known."""
+        return self.does == "waits" and not any("distributed" in call.file for call in self.stack.calls[:3])
+
+    @property
+    def may_be_at_its_gpu(self) -> bool:
+        """May its innermost call be one such as `.item()`, which is in C? Python's own library has none."""
+        return not _PYTHON.search(self.stack.calls[0].file)
 
 
 def position_of(stack: Stack) -> Position:
@@ -70,10 +81,22 @@ def position_of(stack: Stack) -> Position:
     helper = len(stack.calls) > 1 and innermost.function == "wrapper" and in_collective
     if blocked or helper:
         return Position(stack, "waits")
-    if any(_EXITS.match(f"{call.function} {call.file}") for call in stack.calls):
+    if has_ended(stack):
         return Position(stack, "exits")
     library = is_of_a_library(innermost) or _PYTHON.search(innermost.file)
     return Position(stack, "idles" if library and _IDLE.match(innermost.function) else "works")
+
+
+def has_ended(stack: Stack) -> bool:
+    """Return whether a main thread has done its program, and is at its exit."""
+    return any(_EXITS.match(f"{call.function} {call.file}") for call in stack.calls)
+
+
+def is_in_its_program(stack: Stack) -> bool:
+    """Return whether a main thread is known not to be at its exit: what is dumped of it from outside does not
+    show that it runs `atexit` handlers."""
+    begins = bool(stack.ways) or stack.calls[-1].function in ("<module>", "_run_module_as_main")
+    return begins and not has_ended(stack)
 
 
 def position_of_rank(rank: Rank) -> Position:

@@ -134,12 +134,11 @@ def _read(path: str, rank: int | None, collector: Collector) -> None:
             )
             if is_stacks(text):
                 read_stacks(lines, collector, name, rank, is_later)
+                _read_log(path, name, rank, collector)
                 return
             if is_ras(text):
                 read_ras(lines, collector, name)
-                if os.path.isfile(path):
-                    with opened(path) as again:  # the log may go on behind it
-                        LogReader(collector, name).read(again)
+                _read_log(path, name, None, collector)
                 return
             if rank is not None and os.path.isfile(path):
                 with opened(path) as again:
@@ -147,6 +146,13 @@ def _read(path: str, rank: int | None, collector: Collector) -> None:
             LogReader(collector, name, rank).read(file)
     except OSError as error:
         raise BadInput(f"{path} can't be read: {error.strerror}.") from None
+
+
+def _read_log(path: str, name: str, rank: int | None, collector: Collector) -> None:
+    """Read the log that a dump stands in, if it can be read once more."""
+    if os.path.isfile(path):
+        with opened(path) as again:
+            LogReader(collector, name, rank).read(again)
 
 
 def _is_json(head: bytes) -> bool:

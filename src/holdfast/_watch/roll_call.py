@@ -27,7 +27,7 @@ from holdfast._heart import heart
 from holdfast._options import roll_call_folder
 from holdfast._roster.base import Roster
 from holdfast._roster.beacon import Beacon, Presence, beacon_of
-from holdfast._roster.presence import pace, read
+from holdfast._roster.presence import pace, read, see
 from holdfast._threads import start_thread
 from holdfast._torch_private import flight_records, shortest_timeout
 from holdfast._watch.answering import Answering, Asked
@@ -45,6 +45,8 @@ BRIEFLY = 2.0
 """The same, for a call that was asked for."""
 LOOK_IN_FOLDER = 2.0
 """Seconds between two looks for such a call."""
+LOOK_AT_OTHERS = 5.0
+"""Seconds, at least, between two looks of a later rank at whether it is one of the first now."""
 OLD = 60.0
 """Seconds after which a call is over for a rank that has not seen it."""
 
@@ -151,6 +153,7 @@ class RollCall:
         self._joined: set[str] = set()
         """Such calls that this job has a part in."""
         self._next_look = 0.0
+        self._next_look_at_others = 0.0
         self._looks = threading.Event()
 
     def beat(self) -> None:
@@ -204,7 +207,9 @@ class RollCall:
         """Look for calls that were asked for, on two ranks, of which one may hang. Storage may not answer, so
         a thread looks."""
         folder = roll_call_folder()
-        if base.rank > 1 or not folder or time.monotonic() < self._next_look or self._looks.is_set():
+        if not folder or time.monotonic() < self._next_look or self._looks.is_set():
+            return
+        if base.rank > 1 and not self._is_of_the_first(base):
             return
         self._next_look = time.monotonic() + LOOK_IN_FOLDER
         self._looks.set()
@@ -214,6 +219,17 @@ class RollCall:
             self._looks.clear()
 
         start_thread(look, "holdfast-roll-call-folder")
+
+    def _is_of_the_first(self, base: Roster) -> bool:
+        """Return whether of the three ranks before this one at most one goes on: of all that do, this is true
+        of the first two at least."""
+        if time.monotonic() < self._next_look_at_others:
+            return False
+        before = see(base, range(base.rank - 3, base.rank)) if base.rank > 2 else see(base, (0, 1))
+        is_first = sum(not seen.ended for seen in before.values()) < 2
+        if not is_first:
+            self._next_look_at_others = time.monotonic() + max(LOOK_AT_OTHERS, self.interval)
+        return is_first
 
     def _answer(self, answering: Answering, beacon: Beacon) -> None:
         try:

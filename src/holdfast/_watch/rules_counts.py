@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from holdfast._watch.evidence import Evidence, Operation, Progress
+from holdfast._watch.evidence import UNKNOWN, Evidence, Operation, Progress
 from holdfast._watch.verdict import Observation, Verdict, listed
 
 _SAME_SIZE = {"ALLREDUCE", "BROADCAST", "ALLGATHERBASE", "REDUCESCATTERBASE"}
@@ -31,13 +31,20 @@ def table_of(evidence: Evidence) -> Table:
     table: Table = defaultdict(lambda: defaultdict(dict))
     groups = {one.group for _, one in evidence.operations() if one.group}
     alone = next(iter(groups)) if len(groups) == 1 else ""
+    # Where a rank counts otherwise in its group, groups of some ranks are in use, and a rank 1 may be of any.
+    in_parts = any(one.group_rank not in (None, rank) for rank, one in evidence.operations() if not one.group)
     for rank, one in evidence.operations():
         group = one.group
-        if one.kind in _PAIRED or group.endswith("/p2p"):
+        if one.kind in _PAIRED or group.endswith("/p2p") or one.number == UNKNOWN:
             continue
         if group.startswith("PG ") and one.group_rank != rank:
             continue  # other groups of other ranks have the same local number
-        if not group and one.group_rank == rank and (not groups or alone.endswith(":default_pg")):
+        if (
+            not group
+            and one.group_rank == rank
+            and not in_parts
+            and (not groups or alone.endswith(":default_pg"))
+        ):
             # A line without a group, of a rank that counts in it as in the world.
             group = alone or "default_pg"
         if group:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast._watch.evidence import Evidence
-from holdfast._watch.positions import kind_of_leaving, parting, position_of_rank
+from holdfast._watch.positions import has_ended, is_in_its_program, kind_of_leaving, parting, position_of_rank
 from holdfast._watch.rules_counts import Waits, observed
 from holdfast._watch.verdict import Verdict, listed
 
@@ -48,7 +48,10 @@ def _kind_of_cycle(evidence: Evidence, one: int, other: int) -> tuple[str, str]:
     stacks = [evidence.ranks[rank].stacks for rank in (one, other)]
     if not all(stacks):
         return "cycle", "counts"
-    parted = parting(*(position_of_rank(evidence.ranks[rank]).stack for rank in (one, other)))
+    pair = [position_of_rank(evidence.ranks[rank]).stack for rank in (one, other)]
+    if any(map(has_ended, pair)) and any(map(is_in_its_program, pair)):
+        return "data", "absence"  # one has left the program early, and with it all loops
+    parted = parting(*pair)
     if parted is None or parted.way is None or parted.other is None:
         return "cycle", "counts"
     if parted.relation() == "outside":

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from holdfast._watch.evidence import CUT_OFF, Evidence, Rank, Stack
 from holdfast._watch.positions import (
     Position,
+    has_ended,
     in_one_loop,
+    is_in_its_program,
     kind_of_leaving,
     parting,
     position_of,
@@ -45,6 +47,8 @@ def by_stacks(evidence: Evidence) -> Iterator[Verdict]:
         yield from _peers_have_ended(evidence, positions, away)
     elif waiting and elsewhere:
         yield from _elsewhere(evidence, positions, waiting, elsewhere)
+    elif elsewhere and all(positions[rank].does == "exits" for rank in elsewhere) and not waiting:
+        yield _only_exits(evidence, positions, elsewhere)
     elif waiting and not roots:
         yield from _all_wait(positions, evidence.world_size in (None, len(positions) + len(away)))
 
@@ -53,7 +57,7 @@ def _peers_have_ended(
     evidence: Evidence, positions: dict[int, Position], away: set[int]
 ) -> Iterator[Verdict]:
     left = sorted(set(positions) - away)
-    if len(left) != 1:
+    if len(left) != 1 or positions[left[0]].is_at_its_gpu:
         return
     call = positions[left[0]].call
     in_a_step = not any(_SAVE.search(call.function) for call in positions[left[0]].stack.calls)
@@ -76,6 +80,26 @@ def _peers_have_ended(
     )
 
 
+def _only_exits(evidence: Evidence, positions: dict[int, Position], exits: set[int]) -> Verdict:
+    """All ranks that are left are at their exit, and wait for no other rank."""
+    one = positions[min(exits)]
+    ranks = [evidence.ranks[rank] for rank in sorted(exits)]
+    still = evidence.is_complete and all(
+        rank.later and rank.later[0].calls == positions[rank.rank].stack.calls for rank in ranks
+    )
+    return Verdict(
+        "lifecycle",
+        "stacks" if still else "absence",
+        f"{listed(exits)}: the program has ended, and its exit has not, at {one.call}; all others are gone",
+        tuple(sorted(exits)),
+        call=one.call,
+        seen=tuple(
+            Observation(f"rank {rank.rank}: {_said(positions[rank.rank].stack)}", rank.stacks[0].source)
+            for rank in ranks[:8]
+        ),
+    )
+
+
 def _elsewhere(
     evidence: Evidence, positions: dict[int, Position], waiting: set[int], elsewhere: set[int]
 ) -> Iterator[Verdict]:
@@ -86,6 +110,11 @@ def _elsewhere(
     if len({kind for kind, _, _ in judged.values()}) > 1:
         basis = "absence"  # more than one thing at once
     later = evidence.ranks[rank].later[:1]
+    others: tuple[str, ...] = ()
+    if not later:
+        others = ("Moving is late, still is stuck: take the stacks of this rank again, 10 s later.",)
+    elif later[0].calls == one.stack.calls and evidence.ranks[rank].busy is None:
+        others = ("py-spy dump tells whether it uses the CPU (active), as for a GPU, or rests (idle).",)
     yield Verdict(
         kind,
         basis,
@@ -99,9 +128,7 @@ def _elsewhere(
             *(Observation(f"rank {rank}, later: {_said(stack)}", stack.source) for stack in later),
             Observation(f"rank {min(waiting)}: {_said(waiter.stack)}", waiter.stack.source),
         ),
-        others=()
-        if later
-        else ("Moving is late, still is stuck: take the stacks of this rank again, 10 s later.",),
+        others=others,
     )
 
 
@@ -117,13 +144,15 @@ def _judge(rank: Rank, one: Position, waiter: Position) -> tuple[str, str, str]:
     if one.does == "idles" and len(one.stack.calls) < len(waiter.stack.calls):
         return "branch", "stacks", "has left the call, and does nothing"
     if one.does == "exits":
-        still = later is not None and later.calls == one.stack.calls
+        # If the others still are in the program, it may have left that early, and its exit is not the cause.
+        still = later is not None and later.calls == one.stack.calls and has_ended(waiter.stack)
         return "lifecycle", "stacks" if still else "absence", "has come to its end, and does not exit"
     if parted is not None and relation == "outside":
         return *kind_of_leaving(parted), "has left the loop in which the others are"
     if relation == "past":
         return "branch", "stacks", "has taken a way that does not come to the collective"
-    if later is None or parted is None:
+    comes_to_its_end = has_ended(waiter.stack) and is_in_its_program(one.stack)
+    if later is None or (parted is None and not comes_to_its_end):
         return "late", "absence", "elsewhere"
     if later.calls != one.stack.calls:
         if relation == "behind":
@@ -142,6 +171,8 @@ def _judge(rank: Rank, one: Position, waiter: Position) -> tuple[str, str, str]:
         return "late", "absence", "moves bytes on one line"
     if one.does == "loads":
         return "data", "stacks", "waits for its loader"
+    if rank.busy is None and one.may_be_at_its_gpu:
+        return "stuck", "absence", "stands still, or waits for its GPU, as in .item() or .cpu(),"
     if rank.woken > WOKEN:
         return "stuck", "absence", "waits for something again and again on one line, which may come"
     return "stuck", "stacks", "stands still"
@@ -193,9 +224,11 @@ def _all_wait(positions: dict[int, Position], is_complete: bool) -> Iterator[Ver
     one, other = positions[first[0]], positions[second[0]]
     parted = parting(one.stack, other.stack)
     if parted is not None:
+        few_wait_for_gpus = one.is_at_its_gpu and parted.relation() == "before"
         yield Verdict(
             "branch",
-            "stacks" if is_complete else "absence",
+            # The few at their GPUs before the others may take the same way, if a GPU came through.
+            "absence" if few_wait_for_gpus or not is_complete else "stacks",
             f"in {parted.mine.function}, {listed(first)} took the way to {one.call}, and {listed(second)} to "
             f"{other.call}",
             waiting=tuple(sorted(positions)),

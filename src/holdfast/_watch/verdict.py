@@ -83,9 +83,9 @@ CLASSES = {
         "https://github.com/meta-pytorch/torchrec/pull/4149",
     ),
     "lifecycle": HangClass(
-        "communicators are being opened or closed",
-        "Open groups while memory is free, and destroy them at the end on all ranks.",
-        "holdfast.install(), or holdfast.session(...): groups are opened early and closed in order",
+        "communicators are being opened or closed, or a program has ended and does not exit",
+        "Open groups while memory is free, and destroy them at the end on all ranks; look at the line.",
+        "holdfast.install(), or holdfast.session(...): groups open early, close in order; exits are bounded",
         "https://github.com/modelscope/ms-swift/issues/7992",
     ),
     "library": HangClass(

@@ -22,7 +22,7 @@ from typing import Self
 import torch.distributed as dist
 
 from holdfast._deadline import check_seconds
-from holdfast._exits import Failure, Stage, at_exit, error_of_child
+from holdfast._exits import Failure, Stage, at_exit, error_of_child, say
 from holdfast._groups.ending.bound import bound_exit
 from holdfast._groups.ending.system_exit import how_it_ended, program_exit, see_exits
 from holdfast._groups.lifecycle.close import Closing
@@ -202,7 +202,7 @@ class Session:
                 self._end(error)
         except BaseException as error:
             if not hasattr(error, TOLD):
-                print(f"rank {self._roster.rank} ends: {error}", file=sys.stderr, flush=True)
+                say(f"rank {self._roster.rank} ends: {error}")
             return Failure("")
         return None
 

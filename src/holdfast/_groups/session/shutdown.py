@@ -20,7 +20,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from holdfast._exits import hurry
+from holdfast._exits import hurry, say
 from holdfast._groups.ending.bound import arm, disarm
 from holdfast._groups.lifecycle.close import abort_all
 from holdfast._groups.session.blame import (
@@ -231,7 +231,7 @@ class Leaving:
             # The monitor's thread and the body's thread both come here.
             announced, self._announced = self._announced, True
         if not announced:
-            print(f"rank {self.watch.roster.rank} ends: {failure.message}", file=sys.stderr, flush=True)
+            say(f"rank {self.watch.roster.rank} ends: {failure.message}")
             self.watch.say("heard")
             abort_all()
 
@@ -299,14 +299,12 @@ class Leaving:
     def _say_stuck(self, why: str) -> None:
         where = calls_of_frame(sys._current_frames().get(self._thread))
         first = "" if self.watch.failure is None else f" {self.watch.failure.message}"
-        print(
-            f"rank {self.watch.roster.rank} ends with exit code {EXIT_STUCK}: {why}; "
-            f"it is at {where}.{first}",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"rank {self.watch.roster.rank} ends with exit code {EXIT_STUCK}: {why}; it is at {where}.{first}"
         )
         # `os._exit` follows, which flushes nothing.
-        sys.stdout.flush()
+        with suppress(Exception):
+            sys.stdout.flush()
 
 
 def _world() -> object:
