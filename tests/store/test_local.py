@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 
 from holdfast._store.base import VERSION_BYTES, NotFound, Store
 from holdfast._store.filesystem import lock
-from holdfast._store.local import LocalStore, open_store
+from holdfast._store.local import WRITEBACK, LocalStore, open_store
 from holdfast.errors import Conflict, StorageError
 from holdfast.testing.store_contract import content, put
 
@@ -223,6 +225,34 @@ def test_errors_have_a_number_and_say_what_to_do(
     assert words in caught.value.hint
     assert "run/a" in str(caught.value)
     writer.discard()
+
+
+def dirty_pages(path: Path) -> int:
+    """Return the pages of a file that the kernel has not begun to write to storage, by cachestat(2)."""
+    libc, found = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint64 * 5)()
+    with open(path, "rb") as file:
+        if libc.syscall(451, file.fileno(), (ctypes.c_uint64 * 2)(0, 0), found, 0):
+            pytest.skip(f"cachestat: {os.strerror(ctypes.get_errno())}")
+    return found[1]
+
+
+def test_storage_is_at_work_while_a_large_file_is_written(tmp_path: Path) -> None:
+    store, part, plain = LocalStore(tmp_path), b"x" * WRITEBACK, tmp_path / "plain"
+    with open(plain, "wb") as file:
+        for _ in range(8):
+            file.write(part)
+        file.flush()
+        expected = dirty_pages(plain)
+        os.fsync(file.fileno())
+    if dirty_pages(plain):
+        pytest.skip("a file system in memory")
+    writer = store.create("ours")
+    for number in range(8):
+        writer.write_at(number * len(part), [part])
+    assert dirty_pages(tmp_path / "ours") < expected / 2
+    writer.finish()
+    with closing(store.open("ours")) as reader:
+        assert reader.read(0, reader.size) == 8 * part
 
 
 def test_short_writes_and_reads_are_carried_on(monkeypatch: pytest.MonkeyPatch, store: LocalStore) -> None:

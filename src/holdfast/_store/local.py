@@ -19,6 +19,7 @@ from typing import overload
 from holdfast._store.base import Entry, Folder, Kind, NotFound, Store, checked, storage_errors
 from holdfast._store.filesystem import (
     STALE,
+    begin_writeback,
     close_quietly,
     create_file,
     folder_beneath,
@@ -33,6 +34,9 @@ from holdfast.errors import BadInput, StorageError
 
 # Buffers per call: IOV_MAX of Linux.
 _IOV = 1024
+WRITEBACK = 8 << 20
+"""Bytes after which the kernel is told to write them to storage. It would wait for more of them, or for
+`fsync`, with storage at rest meanwhile."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
@@ -131,14 +135,20 @@ class LocalWriter:
     """A file that was created with O_EXCL, open for writing."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self._path, self._held_back = path, 0
         with storage_errors("Creating", path):
             self._fd = create_file(path, os.O_RDWR)
 
     def write_at(self, start: int, buffers: Sequence[Buffer]) -> None:
+        size = sum(map(len, buffers))
         with storage_errors("Writing", self._path):
-            if _move(os.pwritev, self._fd, start, buffers) < sum(map(len, buffers)):
+            if _move(os.pwritev, self._fd, start, buffers) < size:
                 raise OSError(errno.ENOSPC, "no byte was taken")
+            # Several threads may write; one of them counts wrong at worst.
+            self._held_back += size
+            if self._held_back >= WRITEBACK:
+                self._held_back = 0
+                begin_writeback(self._fd)
 
     def finish(self) -> None:
         # The descriptor is forgotten first: after a failed sync the system may have dropped the pages and
