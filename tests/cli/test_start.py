@@ -179,7 +179,7 @@ def test_nothing_leaks_a_descriptor(checkpoint: Path, kept: Path, run_json: Call
     every()
     before = len(os.listdir("/proc/self/fd"))
     every()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert data_files(checkpoint)
 
 

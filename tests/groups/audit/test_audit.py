@@ -97,7 +97,10 @@ def test_a_live_process_answers_from_outside() -> None:
 
 def test_a_process_that_does_not_tell_shows_its_environment() -> None:
     env = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    with subprocess.Popen([sys.executable, "-c", "input()"], env=env, stdin=subprocess.PIPE) as process:
+    program = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(program, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # the kernel shows no environment of a process that is just begun
         assert ask(process.pid) is None
         done = CliRunner().invoke(cli, ["doctor", "--pid", str(process.pid)])
         assert done.exit_code == 1
