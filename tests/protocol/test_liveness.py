@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from holdfast._deadline import Deadline, Limits
 from holdfast._protocol.effects import Claim, Context, Late, Look, Put
@@ -268,6 +269,24 @@ def test_a_message_that_is_not_renewed_proves_no_circle() -> None:
     """It may be older than the end of the wait that it shows."""
     wait = Wait(deadline=HOUR)
     assert wait.go(120, lambda now, rank: seen(rank, beat=1, other=waiting_for(0))) is None
+
+
+def test_who_still_waits_where_this_rank_has_said_all_is_in_no_circle() -> None:
+    """Of 64 ranks on two cores, one had not read for 40 s that the save before was committed."""
+    wait = Wait(deadline=HOUR)
+    wait.context.mine = lambda: [KEY, "other"]
+    assert wait.go(120, lambda now, rank: seen(rank, beat=int(now), other=waiting_for(0))) is None
+
+
+def test_who_still_waits_where_another_rank_has_said_all_is_in_no_circle() -> None:
+    there = {1: {"first": waiting_for(2)}, 2: {"second": waiting_for(0)}}
+
+    def show(now: float, rank: int) -> Seen:
+        one = seen(rank, beat=int(now), **there[rank])
+        assert one.vitals is not None
+        return one._replace(vitals=structs.replace(one.vitals, last={"key": "first"})) if rank == 2 else one
+
+    assert Wait(deadline=HOUR).go(120, show) is None
 
 
 def test_a_rank_that_waits_in_the_same_call_is_no_circle() -> None:

@@ -14,10 +14,12 @@ import torch
 
 import holdfast
 from holdfast._deadline import Deadline, Limits
+from holdfast._protocol.call import begin_call
 from holdfast._protocol.core import save_steps
 from holdfast._protocol.effects import Context, Look
 from holdfast._protocol.liveness import QUOTED, PeerMonitor
 from holdfast._protocol.messages import Final
+from holdfast._protocol.operation import Operation
 from holdfast._protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Transitions
 from holdfast._protocol.runner import Cancel, perform
 from holdfast._roster.beacon import Presence
@@ -109,6 +111,20 @@ def test_a_rank_stuck_in_storage_is_given_up(tmp_path: Path, monkeypatch: pytest
         assert "writing" in str(error)
     wait_for_threads(before)  # the stuck one goes on now, and must not make a checkpoint of it
     assert not (place / "index.safetensors").exists()
+
+
+def test_a_rank_knows_which_calls_it_has_left(tmp_path: Path) -> None:
+    """Who still waits there for it has its message, so it waits in no circle (`protocol.liveness`)."""
+
+    def known(roster: MemoryRoster) -> list[str]:
+        job = holdfast.Job(roster=roster, timeout=60)
+        for step in range(2):
+            holdfast.save(state(roster.rank), tmp_path / str(step), job=job)
+        place = str(tmp_path / "2")
+        operation = Operation("save", "save of x", place, begin_call(job), TRANSITIONS)
+        return [key.split("/")[0] for key in operation.context.mine()]
+
+    assert ranks(2, known) == [["save", "save"]] * 2
 
 
 def test_a_lone_rank_stuck_past_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +234,6 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
     short = commit.VISIBLE_WITHIN
     commit.VISIBLE_WITHIN = 0.5
     try:
-        from holdfast._protocol.call import begin_call
         from holdfast._saving.job import SaveJob
         from holdfast._saving.request import SaveRequest
         from holdfast._state.flatten import flatten

@@ -216,9 +216,11 @@ class PeerMonitor:
             rank, keys, way = open_.pop(0)
             if rank not in known:
                 known |= yield Look([rank])
+            if _has_left(known[rank], keys[-1]):
+                continue
             wait, waited_for = _declared_wait(known[rank], keys[-1])
             for other in waited_for:
-                # What this rank does there on another thread goes on.
+                # What this rank does there on another thread goes on; what it has done there is on its way.
                 if other == me and (wait == context.key or wait not in context.mine()):
                     self.broken = {wait, *keys} - {context.key}
                     return self._sure_of(way, known)
@@ -388,6 +390,12 @@ class PeerMonitor:
             missing=tuple(infos),
             hint=context.hint if entered else f"{context.hint} {NO_PART}".lstrip(),
         )
+
+
+def _has_left(seen: Seen, key: str) -> bool:
+    """Return whether an operation is the last that a rank has left. Who still waits for it there reads its
+    message soon: on a busy machine, or of a busy store, after many beats."""
+    return seen.vitals is not None and seen.vitals.last.get("key") == key
 
 
 def _declared_wait(seen: Seen, key: str) -> tuple[str, list[int]]:

@@ -114,7 +114,8 @@ class Operation:
         events.emit(f"{self.kind}.{name}", rank=self.roster.rank, step=self.step, path=self.place, **fields)
 
     def _keys(self) -> list[str]:
-        return [presence.operation for presence in self.presence.beacon.operations]
+        beacon = self.presence.beacon
+        return [*(presence.operation for presence in beacon.operations), *beacon.left]
 
     def _on_late(self, late: Late) -> None:
         """Tell people of a wait that takes long, or that is over."""

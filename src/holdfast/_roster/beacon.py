@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary, ref
@@ -31,6 +32,8 @@ BEAT = 1.0
 second. There a beat only looks how the operations go; the rest comes at the `pace` of all looks."""
 
 
+LEFT = 1000
+"""Operations of which it is known that this rank has left them."""
 SEE_OFF = 30.0
 """Seconds that a process with the message store stays for ranks that are stopped, at most."""
 
@@ -132,6 +135,8 @@ class Beacon:
         self._operations: dict[tuple[int, str], Presence] = {}
         self._beating: set[object] = set()
         self._last: Message = {}
+        self.left: deque[str] = deque(maxlen=LEFT)
+        """The operations that this rank has left, latest last."""
         self._left_with: Sequence[int] = ()
         """The ranks of the operation that this one was in last."""
         self._beats = 0
@@ -203,6 +208,7 @@ class Beacon:
             if self._operations.pop((id(presence), presence.operation), None) is not None:
                 # Kept in the message: an error can say how this rank's last call ended.
                 self._last = {"key": presence.operation, **presence.record()}
+                self.left.append(presence.operation)
                 self._left_with = presence.participants
         self.watch.end(presence)
         self.let_go(presence)
