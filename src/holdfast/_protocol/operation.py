@@ -99,7 +99,7 @@ class Operation:
             on_late=self._on_late,
             inquiry=None if self.alone else Inquiry(self.roster),
             blocks=self.presence.about["blocks"],
-            mine=self._keys,
+            mine=self.presence.beacon.keys,
             who=f"rank {me.rank} (host {me.host}, pid {me.pid})",
             hint=_HINTS.get(kind, ""),
             about=self._signature.about,
@@ -112,10 +112,6 @@ class Operation:
 
     def emit(self, name: str, **fields: object) -> None:
         events.emit(f"{self.kind}.{name}", rank=self.roster.rank, step=self.step, path=self.place, **fields)
-
-    def _keys(self) -> list[str]:
-        beacon = self.presence.beacon
-        return [*(presence.operation for presence in beacon.operations), *beacon.left]
 
     def _on_late(self, late: Late) -> None:
         """Tell people of a wait that takes long, or that is over."""

@@ -33,7 +33,7 @@ second. There a beat only looks how the operations go; the rest comes at the `pa
 
 
 LEFT = 1000
-"""Operations of which it is known that this rank has left them."""
+"""Operations that this rank has left, and still knows."""
 SEE_OFF = 30.0
 """Seconds that a process with the message store stays for ranks that are stopped, at most."""
 
@@ -135,8 +135,7 @@ class Beacon:
         self._operations: dict[tuple[int, str], Presence] = {}
         self._beating: set[object] = set()
         self._last: Message = {}
-        self.left: deque[str] = deque(maxlen=LEFT)
-        """The operations that this rank has left, latest last."""
+        self._left: deque[str] = deque(maxlen=LEFT)
         self._left_with: Sequence[int] = ()
         """The ranks of the operation that this one was in last."""
         self._beats = 0
@@ -179,6 +178,11 @@ class Beacon:
         with self._lock:
             return list(self._operations.values())
 
+    def keys(self) -> list[str]:
+        """Return the keys of the operations that this rank is in, and of the last ones that it has left."""
+        with self._lock:
+            return [*(key for _, key in self._operations), *self._left]
+
     def message(self) -> Message:
         who = msgspec.structs.replace(self.who, dump_signal=stack_dump.signal, dump_file=stack_dump.file)
         with self._lock:
@@ -208,7 +212,7 @@ class Beacon:
             if self._operations.pop((id(presence), presence.operation), None) is not None:
                 # Kept in the message: an error can say how this rank's last call ended.
                 self._last = {"key": presence.operation, **presence.record()}
-                self.left.append(presence.operation)
+                self._left.append(presence.operation)
                 self._left_with = presence.participants
         self.watch.end(presence)
         self.let_go(presence)
