@@ -215,7 +215,8 @@ def open_many(rank: Rank, root: Path, reps: int) -> list[float]:
 
 
 def slices(rank: Rank, shape: Shape, root: Path, reps: int) -> dict[str, list[tuple[Sample, int, int]]]:
-    """An eighth of the experts and all of the rest, by us and by DCP: what each took, read and needed."""
+    """An eighth of the experts and all of the rest, by us, by DCP and by plain reads of as many bytes: what
+    each took, read and needed."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -236,8 +237,18 @@ def slices(rank: Rank, shape: Shape, root: Path, reps: int) -> dict[str, list[tu
         if ".experts." not in name or int(name.split(".experts.")[1].split(".")[0]) in mine
     }
     needed = sum(value.nbytes for value in theirs.values())
-    found: dict[str, list[tuple[Sample, int, int]]] = {"holdfast": [], "DCP": []}
+    found: dict[str, list[tuple[Sample, int, int]]] = {"holdfast": [], "DCP": [], "raw": []}
+    files = sorted((root / "model").glob("*.safetensors"))
+    buffers = [bytearray(needed // len(files)) for _ in files]
+
+    def read() -> None:
+        for path, buffer in zip(files, buffers, strict=True):
+            with open(path, "rb", buffering=0) as file:
+                file.readinto(buffer)
+
     for _ in range(reps + 1):
+        sample, _ = rank.together(read)
+        found["raw"].append((sample, needed, needed))
         sample, report = rank.together(lambda: holdfast.load(state, root / "model"))
         found["holdfast"].append((sample, report.bytes_read, needed))
         reader = HuggingFaceStorageReader(str(root / "model"))
@@ -320,6 +331,13 @@ def rows_together(bench: Bench, what: str, ranks: list[dict[str, list[tuple[Samp
 
     metric = f"load {what}, {WORLD} ranks with 1/{WORLD} of the experts each"
     bench.compare(f"{metric} / DCP", slowest("holdfast"), slowest("DCP"), "s", limit=1.3)
+    bench.compare(
+        f"{metric} / plain reads",
+        slowest("holdfast"),
+        slowest("raw"),
+        "s",
+        note="of as many bytes of the same files, by the same ranks, into buffers made beforehand",
+    )
     bench.compare(f"{metric}, memory / DCP", most("holdfast"), most("DCP"), "MiB", limit=1.0)
     shares = [read / needed for found in ranks for _, read, needed in found["holdfast"][1:]]
     bench.target(f"{metric}, bytes read", shares, 1.02, "of the bytes needed")

@@ -6,6 +6,8 @@ import errno
 import json
 import shutil
 import threading
+from concurrent.futures import Executor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast._cli import cli
+from holdfast._io import stream
 from holdfast.errors import (
     BadInput,
     CorruptCheckpoint,
@@ -417,6 +420,27 @@ def test_a_thread_that_can_not_be_started_changes_no_fingerprint(
     found = holdfast.same(tmp_path / "a", tmp_path / "b")
     assert found.same
     assert found.bytes_read == 0
+
+
+def test_a_writer_that_is_done_computes_the_sums_that_nobody_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_thread, released = stream._one_thread, []
+
+    def busy_thread(stack: ExitStack) -> Executor | None:
+        pool, end = one_thread(stack), threading.Event()
+        assert pool is not None
+        pool.submit(lambda: released.append(end.wait(60)))
+        stack.callback(end.set)
+        return pool
+
+    monkeypatch.setattr(stream, "_one_thread", busy_thread)
+    state = {f"w{at}": torch.randn(700, 1000) for at in range(3)} | {"across": torch.randn(1000, 700).T}
+    holdfast.save(state, tmp_path / "a", job=holdfast.Job(no_dist=True, options=MARKED))
+    found = holdfast.same(tmp_path / "a", holdfast.fingerprint(state, job=holdfast.Job(no_dist=True)))
+    assert found.same
+    assert found.bytes_read == 0
+    assert released == [True]
 
 
 def test_a_gap_behind_an_overlap_is_told() -> None:

@@ -27,7 +27,8 @@ _LINE = 4096
 """Words per line. A word's weight along the last axis is the product of its weight in the line and the
 line's weight."""
 _TILE = 1 << 17
-"""Words per step, so few that their reversed copy stays in cache."""
+"""Words per step, so few that they are in cache for the second sum."""
+_REVERSED = np.dtype(">u8")
 _ROWS = 1 << 16
 """Weights per axis that are cached."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -99,8 +100,7 @@ def _lines(words: npt.NDArray[np.uint64], first: int) -> Sums:
         step = max(_TILE // (stop - start), 1)
         for row in range(0, len(words), step):
             part = words[row : row + step, start:stop]
-            sums[0, row : row + step] += np.dot(part, weights[0]) * whole[0]
-            sums[1, row : row + step] += np.dot(part.byteswap(), weights[1]) * whole[1]
+            sums[:, row : row + step] += _products(part, weights) * whole
         start = stop
     return sums
 
@@ -119,11 +119,19 @@ def _line(words: npt.NDArray[np.uint64], first: int) -> Sums:
         for row in range(0, lines, _TILE // _LINE):
             part = body[row : row + _TILE // _LINE]
             whole = _weights(_LINES, line + row, line + row + len(part))
-            sums[0] += np.dot(whole[0], np.dot(part, inside[0]))
-            sums[1] += np.dot(whole[1], np.dot(part.byteswap(), inside[1]))
+            sums += np.einsum("sl,sl->s", whole, _products(part, inside))
     rest = head + lines * _LINE
     if rest < len(words):
         sums += _lines(words[None, rest:], first + rest)[:, 0]
+    return sums
+
+
+def _products(part: npt.NDArray[np.uint64], weights: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return both sums of each row of (rows, words), without the weights of lines and rows: (2, rows)."""
+    # einsum multiplies integers 1.5 times as fast as `dot` does, and swaps bytes piece by piece, in cache.
+    sums = np.empty((2, len(part)), np.uint64)
+    np.einsum("ij,j->i", part, weights[0], out=sums[0])
+    np.einsum("ij,j->i", part.view(_REVERSED), weights[1], out=sums[1])
     return sums
 
 

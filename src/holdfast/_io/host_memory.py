@@ -61,6 +61,10 @@ class ScratchBuffer:
         self._used += -(-size // 64) * 64
         return view
 
+    @property
+    def is_used(self) -> bool:
+        return self._used > 0
+
     def reset(self) -> None:
         self._used = 0
 

@@ -76,11 +76,12 @@ class Stream:
     """Hashes and writes consecutive chunks, batch by batch while they are in cache."""
 
     def __init__(self, writer: Writer, position: int, progress: ReportBytes, beside: Executor | None) -> None:
-        """Start at `position` of the file. beside: computes a batch's sums while this thread writes the
-        batch; None: this thread computes them."""
+        """Start at `position` of the file. beside: computes sums while this thread writes; None: this thread
+        computes them."""
         self._writer, self._position, self._progress = writer, position, progress
         self._beside = beside
         self._unsummed: list[_Unsummed] = []
+        self._summing: list[tuple[Future[None], list[_Unsummed]]] = []
         self._batch: list[Buffer] = []
         self._size = 0
         self._scratch = ScratchBuffer()
@@ -104,21 +105,35 @@ class Stream:
 
     def flush(self) -> None:
         if self._batch:
-            summing = self._begin_sums()
+            self._begin_sums()
             self._writer.write_at(self._position, self._batch)
-            if summing is not None:
-                summing.result()  # under a millisecond of arithmetic in memory, so without a deadline
             self._position += self._size
             self._progress(self._size)
             self._batch, self._size = [], 0
-        self._scratch.reset()
+        if self._scratch.is_used:
+            self._end_sums()
+            self._scratch.reset()
 
-    def _begin_sums(self) -> Future[None] | None:
+    def end(self) -> None:
+        """Write what is left, and wait for all sums."""
+        self.flush()
+        self._end_sums()
+
+    def _begin_sums(self) -> None:
         unsummed, self._unsummed = self._unsummed, []
         if unsummed and self._beside is not None:
-            return self._beside.submit(_sum, unsummed)
-        _sum(unsummed)
-        return None
+            self._summing.append((self._beside.submit(_sum, unsummed), unsummed))
+        else:
+            _sum(unsummed)
+
+    def _end_sums(self) -> None:
+        # From the last on: the thread beside goes on from the first. No deadline: it is arithmetic in memory.
+        while self._summing:
+            summing, unsummed = self._summing.pop()
+            if summing.cancel():
+                _sum(unsummed)
+            else:
+                summing.result()
 
     def chunk(self, source: ChunkSource, sums: Sums | None) -> None:
         """Add a chunk; add its fingerprint to `sums`, if given."""
@@ -166,7 +181,7 @@ class _Unsummed(NamedTuple):
 
 def _sum(unsummed: Sequence[_Unsummed]) -> None:
     for sums, source, low, data in unsummed:
-        sums += source.sums(low, data)
+        sums += source.sums(low, data)  # two numbers, so under the GIL: another thread may add to the same
 
 
 def stream_chunks(
@@ -205,7 +220,7 @@ def stream_chunks(
             for index in run:
                 source = ChunkSource(table, chunks, index, nbytes[index], blocks[index])
                 stream.chunk(source, None if sums is None else sums[index])
-        stream.flush()
+        stream.end()
         first = int(ends[start] - counts[start])
         digests[first : first + len(stream.digests)] = np.asarray(stream.digests, "<u8")
 
