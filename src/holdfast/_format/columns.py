@@ -108,8 +108,8 @@ class Columns:
 
     def tensor_of_chunk(self) -> Array:
         """Return (C): the tensor row of each chunk."""
-        counts = np.diff(self.chunk_end, prepend=0)
-        return np.repeat(np.arange(len(self.names)), counts)
+        counts = counts_of(self.chunk_end)
+        return np.arange(len(self.names)).repeat(counts)
 
     def chunk_bytes(self) -> Array:
         """Return (C): bytes of each chunk."""
@@ -188,10 +188,18 @@ def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
             start = i
 
 
+def counts_of(ends: Array) -> Array:
+    """Return how many each row has, from the column of their ends."""
+    counts: Array = ends.copy()
+    counts[1:] -= ends[:-1]
+    return counts
+
+
 def expand_ranges(starts: Array, counts: Array) -> Array:
     """Return starts[0], starts[0] + 1, ..., counts[0] numbers in all; then those of the next range."""
     # Each start, less the numbers of the ranges before it, which the arange has counted already.
-    return np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+    bases: Array = (starts - counts.cumsum() + counts).repeat(counts)
+    return bases + np.arange(len(bases))
 
 
 def is_range(rows: Array) -> bool:
@@ -241,10 +249,10 @@ def check_rows(columns: Columns, where: str) -> None:
     room = columns.file_size[columns.file] - nbytes  # subtracted, as a sum could overflow
     bad = (columns.position < 0) | (columns.block < 1) | (room < 0) | (columns.position > room)
     if bad.any():
-        name = columns.names[int(columns.tensor_of_chunk()[np.flatnonzero(bad)[0]])]
+        name = columns.names[int(columns.tensor_of_chunk()[bad.nonzero()[0][0]])]
         raise CorruptCheckpoint(f"{where} places a chunk of {name!r} outside its file.")
     # Readers compute the number of blocks by this rule, and find a digest by its block number.
-    if (np.diff(columns.digest_end, prepend=0) != -(-nbytes // columns.block)).any():
+    if (counts_of(columns.digest_end) != -(-nbytes // columns.block)).any():
         raise CorruptCheckpoint(f"{where} has too few or too many digests for a chunk.")
     stop = columns.position + nbytes
     # Sorted by file and position, two neighbours overlap if any two chunks do. Empty chunks are left out:

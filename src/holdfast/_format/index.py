@@ -323,8 +323,8 @@ class Index:
         digest_counts, digests = self._children("digest", "digest_end", chunks, self._rows["digests"])
         columns = Columns(
             list(self._names) if rows is None else self._listed(rows),
-            chunk_end=np.cumsum(counts, dtype="<i8"),
-            digest_end=np.cumsum(digest_counts, dtype="<i8"),
+            chunk_end=counts.cumsum(dtype="<i8"),
+            digest_end=digest_counts.cumsum(dtype="<i8"),
             digests=self.column_rows("digests", digests),
             file_names=self.file_names(),
             file_size=self.column("file_size"),
@@ -350,10 +350,8 @@ class Index:
         sums = np.stack([self.column(name) for name in self._fingerprints])
         counts, _ = self._children("chunk", "chunk_end", None, self.chunks)
         # Sums over ranges that may be empty: differences of running sums, which are modulo 2^64, too.
-        running = np.concatenate(
-            [np.zeros((2, 1), np.uint64), np.cumsum(sums, axis=1, dtype=np.uint64)], axis=1
-        )
-        ends = np.cumsum(counts)
+        running = np.concatenate([np.zeros((2, 1), np.uint64), sums.cumsum(axis=1, dtype=np.uint64)], axis=1)
+        ends = counts.cumsum()
         return dict(zip(self.names(), (running[:, ends] - running[:, ends - counts]).T, strict=True))
 
     @in_bounded_memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,7 @@ def _heap(names: Sequence[str]) -> tuple[Array, Array]:
     coded = text.encode()
     # Of most checkpoints, a character is a byte; then no name is encoded by itself.
     lengths = map(len, names if len(coded) == len(text) else map(str.encode, names))
-    ends = np.cumsum(np.fromiter(lengths, np.int64, len(names)), dtype="<i8")
-    return np.frombuffer(coded, "u1"), ends
+    return np.frombuffer(coded, "u1"), np.fromiter(accumulate(lengths), "<i8", len(names))
 
 
 PLAIN = tuple(name for name in SPECS if name not in (*LATE, *FINGERPRINTS))

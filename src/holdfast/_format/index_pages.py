@@ -48,18 +48,19 @@ class Pages:
         """All of the body, read-only; only bytes that were required have a meaning."""
         self.content.flags.writeable = False
         self._there = np.zeros(len(self._digests), bool)
+        self._has_all = not self._digests
 
     def between(self, start: int, stop: int) -> Array:
         """Return bytes of the body, read-only, without a copy."""
         first, last = start // PAGE, -(-stop // PAGE)
-        if not self._there[first:last].all():
+        if not self._has_all and not self._there[first:last].all():
             self.require([(np.asarray([start]), np.asarray([stop]))])
         return self.content[start:stop]
 
     def require(self, spans: Iterable[Spans]) -> None:
         """Read and verify the pages that contain these bytes and are not there yet, in as few reads as
         possible."""
-        if self._there.all():
+        if self._has_all:
             return
         count = len(self._there)
         change = np.zeros(count + 1, np.int64)
@@ -67,12 +68,12 @@ class Pages:
             some = stops > starts
             change += np.bincount(starts[some] // PAGE, minlength=count + 1)
             change -= np.bincount(-(-stops[some] // PAGE), minlength=count + 1)
-        missing = (np.cumsum(change[:count]) > 0) & ~self._there
+        missing = (change[:count].cumsum() > 0) & ~self._there
         # One page that nobody wants costs less than a second read.
         missing[1:-1] |= missing[:-2] & missing[2:] & ~self._there[1:-1]
-        pages = np.flatnonzero(missing)
+        pages = missing.nonzero()[0]
         if len(pages):
-            for run in np.split(pages, np.flatnonzero(np.diff(pages) > 1) + 1):
+            for run in np.split(pages, (np.diff(pages) > 1).nonzero()[0] + 1):
                 self._fetch(int(run[0]), int(run[-1]) + 1)
 
     def _fetch(self, first: int, last: int) -> None:
@@ -91,6 +92,7 @@ class Pages:
         else:
             self._bytes[low:high] = np.frombuffer(data, "u1")
         self._there[first:last] = True
+        self._has_all = bool(self._there.all())
 
 
 def open_pages(read: Read, header: Header, size: int, where: str) -> tuple[Pages, bytes]:

@@ -45,7 +45,7 @@ def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
     and not more than a header can list. Every rank has a file, because a rank without chunks still reports
     names and witnesses."""
     nbytes, limit = plan.chunks.nbytes, options.max_file_bytes
-    ends = np.cumsum(nbytes)
+    ends = nbytes.cumsum()
     cuts, start = [], 0
     while start < len(nbytes):
         before = int(ends[start - 1]) if start else 0
@@ -159,7 +159,7 @@ def _write_file(
     header = encode_header(
         _entries(table, chunks, embedded.nbytes), {"format": FORMAT, "rank": str(table.rank)}
     )
-    starts = len(header) + np.cumsum(chunks.nbytes) - chunks.nbytes
+    starts = len(header) + chunks.nbytes.cumsum() - chunks.nbytes
     index_start = len(header) + int(chunks.nbytes.sum())
     columns.position[:] = np.concatenate([starts, linked.position])[source]
     columns.file_size[0] = index_start + embedded.nbytes
@@ -197,7 +197,7 @@ def _with_tied(table: ShardTable, chunks: PlannedRows) -> tuple[PlannedRows, Arr
     order = np.argsort(chunks.row, kind="stable")
     low, high = (np.searchsorted(chunks.row[order], first, side) for side in ("left", "right"))
     of = order[expand_ranges(low, high - low)]
-    added = PlannedRows(*(column[of] for column in chunks))._replace(row=np.repeat(row, high - low))
+    added = PlannedRows(*(column[of] for column in chunks))._replace(row=row.repeat(high - low))
     return PlannedRows(*map(np.concatenate, zip(chunks, added, strict=True))), np.concatenate([source, of])
 
 
@@ -213,7 +213,7 @@ def embedded_columns(
         # compares their shapes, and an empty shard has no chunk and no witness.
         is_listed[plan.witnesses.row] = True
         is_listed |= arrays.nbytes == 0
-    listed = np.flatnonzero(is_listed)
+    listed = is_listed.nonzero()[0]
     # Python sorts text several times as fast as NumPy does.
     text = [table.specs[row].name for row in listed.tolist()]
     by_name = sorted(range(len(text)), key=text.__getitem__)
@@ -221,7 +221,7 @@ def embedded_columns(
     # Of several rows of a tensor, the first.
     is_new = np.fromiter(map(ne, in_order, [None, *in_order]), bool, len(in_order))
     tensor_of_row = np.full(len(table), -1, np.int64)
-    tensor_of_row[listed[by_name]] = np.cumsum(is_new) - 1
+    tensor_of_row[listed[by_name]] = is_new.cumsum() - 1
     sorted_names, rows = [*compress(in_order, is_new)], listed[by_name][is_new]
     specs = [table.specs[row] for row in rows.tolist()]
     tensor = tensor_of_row[chunks.row]
@@ -230,20 +230,20 @@ def embedded_columns(
     counts = np.bincount(tensor, minlength=len(rows))
     blocks = block_counts(chunks.nbytes, chunks.block)
     witnesses = plan.witnesses if first else PlannedRows(*(column[:0] for column in plan.witnesses))
-    late_of_row, late = _deferred_rows(table, np.flatnonzero(tensor_of_row >= 0))
+    late_of_row, late = _deferred_rows(table, (tensor_of_row >= 0).nonzero()[0])
     columns = Columns(
         names=sorted_names,
         dtype=np.asarray([spec.dtype for spec in specs], "u1"),
         kind=np.asarray([spec.kind for spec in specs], "u1"),
         ndim=np.fromiter(map(len, [spec.shape for spec in specs]), "u1", len(specs)),
         shape=arrays.shape[rows].astype("<i8"),
-        chunk_end=np.cumsum(counts, dtype="<i8"),
+        chunk_end=counts.cumsum(dtype="<i8"),
         offset=chunks.offset[order].astype("<i8"),
         size=chunks.size[order].astype("<i8"),
         file=np.zeros(len(order), "<i4"),
         position=np.zeros(len(order), "<i8"),
         block=chunks.block[order].astype("<i8"),
-        digest_end=np.cumsum(blocks[order], dtype="<i8"),
+        digest_end=blocks[order].cumsum(dtype="<i8"),
         digests=np.zeros(int(blocks.sum()), "<u8"),
         file_names=[name],
         file_size=np.zeros(1, "<i8"),
@@ -279,7 +279,7 @@ def _entries(
     table: ShardTable, chunks: PlannedRows, embedded: int
 ) -> list[tuple[str, str, tuple[int, ...], int, int]]:
     """Return the header's rows. A chunk that is a whole tensor has the tensor's name."""
-    ends = np.cumsum(chunks.nbytes).tolist()
+    ends = chunks.nbytes.cumsum().tolist()
     is_part = (chunks.size != table.arrays().shape[chunks.row]).any(axis=1).tolist()
     rows, taken, start = [], {EMBEDDED, "__metadata__"}, 0
     for index, row, stop in zip(range(len(ends)), chunks.row.tolist(), ends, strict=True):

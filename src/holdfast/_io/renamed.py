@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from holdfast._format.columns import Array, Columns
+from holdfast._format.columns import Array, Columns, counts_of
 from holdfast._io.source import ForeignSource, Source
 from holdfast._plan.merge import reordered
 from holdfast._values import shortened
@@ -114,9 +114,9 @@ def _by_mapping(names: list[str], rename: Mapping[str, str], where: str) -> list
 
 def _permuted(columns: Columns, order: Array, names: list[str]) -> Columns:
     """Return columns of tensors in another order, with their chunks and digests, under other names."""
-    counts = np.diff(columns.chunk_end, prepend=0)
+    counts = counts_of(columns.chunk_end)
     chunk = reordered(np.arange(len(columns.file)), counts, order)
-    digest_counts = np.diff(columns.digest_end, prepend=0)
+    digest_counts = counts_of(columns.digest_end)
     made: dict[str, Any] = {
         "names": names,
         "chunk_end": np.cumsum(counts[order], dtype="<i8"),

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast._format.columns import Array, Columns, expand_ranges
+from holdfast._format.columns import Array, Columns, counts_of, expand_ranges
 from holdfast._format.container import read_header
 from holdfast._format.digest import digest
 from holdfast._format.names import DATA, EMBEDDED, WrittenFile, data_file, is_data_file, linked_file
@@ -183,7 +183,7 @@ class _Held:
             row = row[chunk]
             self.file[chunk] = columns.file[row] + len(self._paths)
             self.position[chunk] = columns.position[row]
-            counts = np.diff(columns.digest_end, prepend=0)
+            counts = counts_of(columns.digest_end)
             self.first[chunk] = (columns.digest_end - counts)[row] + sum(map(len, digests))
             self.count[chunk] = counts[row]
             if options.fingerprint:

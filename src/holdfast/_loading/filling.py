@@ -24,7 +24,7 @@ def check_filled(table: ShardTable, plan: ReadPlan) -> None:
     np.add.at(planned, wanted, np.prod(plan.pairs.size, axis=1))
     needed = np.prod(table.arrays().size, axis=1)
     # Sums are enough: `plan_read` has refused chunks that overlap, so no element is counted twice.
-    wrong = np.flatnonzero(planned != needed)
+    wrong = (planned != needed).nonzero()[0]
     if len(wrong):
         row = int(wrong[0])
         raise LoadFailed(

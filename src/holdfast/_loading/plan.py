@@ -76,15 +76,15 @@ def plan_load(
     lazy.look(index, request.patterns, request.strict)
     rows = index.find([spec.name for spec in table.specs])
     of_row = [leaves[leaf] for leaf in owners]
-    missing, rows_asked = _check_missing(request, index, table, of_row, np.flatnonzero(rows < 0).tolist())
+    missing, rows_asked = _check_missing(request, index, table, of_row, (rows < 0).nonzero()[0].tolist())
     # Read only this part of the index: of 100,000 tensors a rank mostly wants a few.
-    keep = [row for row in np.flatnonzero(rows >= 0).tolist() if row not in others]
+    keep = [row for row in (rows >= 0).nonzero()[0].tolist() if row not in others]
     found, position = np.unique(rows[keep], return_inverse=True)
     columns = index.select(found)
     blank = [state.memory[row].tensor for row in partly]  # type: ignore[attr-defined]
     wanted = table.take(keep)
     # Few rows: most are stored as the state has them.
-    for at in np.flatnonzero(~_as_stored(wanted, columns, position)).tolist():
+    for at in (~_as_stored(wanted, columns, position)).nonzero()[0].tolist():
         row, column = keep[at], int(position[at])
         spec, box, memory = table.specs[row], table.boxes[row], table.memory[row]
         kind, dtype = int(columns.kind[column]), int(columns.dtype[column])
@@ -161,7 +161,7 @@ def _as_stored(table: ShardTable, columns: Columns, position: Array) -> Array:
 def _of_other_shapes(index: Source, table: ShardTable, of_row: list[Leaf]) -> dict[int, Memory]:
     """Return the rows for which a tensor of another shape is stored, each with its memory."""
     rows = index.find([spec.name for spec in table.specs])
-    there = np.flatnonzero(rows >= 0)
+    there = (rows >= 0).nonzero()[0]
     found, position = np.unique(rows[there], return_inverse=True)
     columns = index.select(found)
     return {

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from holdfast._format.columns import Array, Columns, unpad
+from holdfast._format.columns import Array, Columns, counts_of, unpad
 from holdfast._format.container import Header, HeaderEntry, read_header
 from holdfast._format.digest import digest
 from holdfast._format.names import EMBEDDED, FORMAT, is_link_to, name_of_chunk, without_offset
@@ -55,7 +55,7 @@ class FilesCheck:
         """Files that are links to those of earlier steps; the index names only what has not changed since."""
         self.tensor = columns.tensor_of_chunk()
         self.nbytes = columns.chunk_bytes()
-        self.counts = np.diff(columns.digest_end, prepend=0)
+        self.counts = counts_of(columns.digest_end)
         order = np.lexsort((columns.position, columns.file))
         bounds = np.searchsorted(columns.file[order], np.arange(len(columns.file_names) + 1))
         self.chunks_of = [order[low:high] for low, high in pairwise(bounds.tolist())]

@@ -85,7 +85,7 @@ def plan_runs(columns: Columns, pairs: Overlaps, copies: Copies, limit: int) -> 
     """Plan the runs, each of one block or of at most `limit` bytes. No block is read twice."""
     nbytes = columns.chunk_bytes()
     counts = -(-nbytes // columns.block)
-    first = np.cumsum(counts) - counts
+    first = counts.cumsum() - counts
     chunk, block = pairs.chunk, columns.block[pairs.chunk]
     low, high = copies.start // block, -(-copies.stop // block)
     # With several targets, more than one may want parts of a block, so only a single one is read into.
@@ -98,27 +98,27 @@ def plan_runs(columns: Columns, pairs: Overlaps, copies: Copies, limit: int) -> 
     end = np.maximum(begin, np.where(copies.stop == nbytes[chunk], high, copies.stop // block))
     begin, end = np.where(direct, begin, high), np.where(direct, end, high)
     sparse = (copies.rows == 0) | ((copies.rows > 1) & (copies.step - copies.row >= block))
-    dense = np.flatnonzero(~sparse)
+    dense = (~sparse).nonzero()[0]
     pieces = [
         (dense, low[dense], begin[dense]),
         (dense, begin[dense], end[dense]),
         (dense, end[dense], high[dense]),
     ]
-    pieces += [_touched(columns, pairs, pair) for pair in np.flatnonzero(sparse).tolist()]
+    pieces += [_touched(columns, pairs, pair) for pair in sparse.nonzero()[0].tolist()]
     pair, low, high = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
     # In the order of all blocks of all chunks, those that share a block become one.
     low, high = low + first[chunk[pair]], high + first[chunk[pair]]
-    order = np.flatnonzero(low < high)
+    order = (low < high).nonzero()[0]
     order = order[np.argsort(low[order], kind="stable")]
     pair, low, reach = pair[order], low[order], np.maximum.accumulate(high[order])
-    heads = np.flatnonzero(np.append(True, low[1:] >= reach[:-1])[: len(low)])
+    heads = np.append(True, low[1:] >= reach[:-1])[: len(low)].nonzero()[0]
     pair, low, high = pair[heads], low[heads], reach[np.append(heads[1:], len(reach)) - 1]
     # Cut to the size of a batch.
     step = np.maximum(limit // block[pair], 1)
     parts = -(-(high - low) // step)
-    pair, cut = np.repeat(pair, parts), np.repeat(low, parts)
-    cut += expand_ranges(np.zeros_like(parts), parts) * np.repeat(step, parts)
-    stop = np.minimum(cut + np.repeat(step, parts), np.repeat(high, parts))
+    pair, cut = pair.repeat(parts), low.repeat(parts)
+    cut += expand_ranges(np.zeros_like(parts), parts) * step.repeat(parts)
+    stop = np.minimum(cut + step.repeat(parts), high.repeat(parts))
     chunk, block = chunk[pair], block[pair]
     start = (cut - first[chunk]) * block
     length = np.minimum((stop - first[chunk]) * block, nbytes[chunk]) - start

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from holdfast._format.columns import FINGERPRINTS, Array, Columns, expand_ranges, pad
+from holdfast._format.columns import FINGERPRINTS, Array, Columns, counts_of, expand_ranges, pad
 from holdfast._layout.tensor import OBJECT
 from holdfast._plan.agreement import (
     RankRows,
@@ -62,7 +62,7 @@ class Merger:
                 tensor=place[columns.tensor_of_chunk()],
                 file=columns.file + base,
                 # Counts, not ends: `finish` puts chunks into another order.
-                digest_count=np.diff(columns.digest_end, prepend=0),
+                digest_count=counts_of(columns.digest_end),
                 rank=np.full(len(columns.file), rank, "<i4"),
                 witness_tensor=place[columns.witness_tensor],
                 witness_rank=np.full(len(columns.witness_tensor), rank, "<i4"),
@@ -212,5 +212,5 @@ def same_tensors(a: Columns, b: Columns) -> int:
         return 0
     # Objects hold the step and other counters, which change although training stands still.
     is_tensor = (a.kind != OBJECT)[a.tensor_of_chunk()]
-    of_block = np.repeat(is_tensor, np.diff(a.digest_end, prepend=0))
+    of_block = np.repeat(is_tensor, counts_of(a.digest_end))
     return int((a.kind != OBJECT).sum()) if np.array_equal(a.digests[of_block], b.digests[of_block]) else 0

@@ -49,11 +49,11 @@ def overlaps(
     wanted_of = np.bincount(wanted_tensor, minlength=tensors)
     # Nearly all tensors have few boxes, and are handled together. The loop is for the others.
     heavy = chunks_of * wanted_of > DIRECT * (chunks_of + wanted_of)
-    light = np.flatnonzero(~heavy[wanted_tensor])
+    light = (~heavy[wanted_tensor]).nonzero()[0]
     counts = chunks_of[wanted_tensor[light]]
-    lists = [(np.repeat(light, counts), expand_ranges(begin[wanted_tensor[light]], counts))]
-    for tensor in np.flatnonzero(heavy).tolist():
-        mine = np.flatnonzero(wanted_tensor == tensor)
+    lists = [(light.repeat(counts), expand_ranges(begin[wanted_tensor[light]], counts))]
+    for tensor in heavy.nonzero()[0].tolist():
+        mine = (wanted_tensor == tensor).nonzero()[0]
         theirs = np.arange(begin[tensor], end[tensor])
         w, c = candidate_pairs(
             wanted_offset[mine], wanted_size[mine], chunk_offset[theirs], chunk_size[theirs]
@@ -64,7 +64,7 @@ def overlaps(
     low = np.maximum(wanted_offset[wanted], chunk_offset[chunk])
     high = np.minimum(wanted_offset[wanted] + wanted_size[wanted], chunk_offset[chunk] + chunk_size[chunk])
     # The exact test, because candidates are a superset.
-    hit = np.flatnonzero((low < high).all(axis=1))
+    hit = (low < high).all(axis=1).nonzero()[0]
     # By chunk, because the reader handles all pairs of a chunk together, and reads its blocks once.
     hit = hit[np.argsort(chunk[hit], kind="stable")]
     return Overlaps(wanted[hit], chunk[hit], low[hit], (high - low)[hit])
@@ -94,8 +94,8 @@ def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, 
         if int(counts.sum()) > 4 * (len(co) + len(wo)) + len(owner):
             continue  # wanted boxes span a sparse grid: leave this axis to the exact test
         # A key that overflows int64 wraps, and may equal another: that adds candidates, and loses none.
-        owner = np.repeat(owner, counts)
-        cells_key = np.repeat(cells_key, counts) * len(starts) + expand_ranges(low, counts)
+        owner = owner.repeat(counts)
+        cells_key = cells_key.repeat(counts) * len(starts) + expand_ranges(low, counts)
         key = key * len(starts) + number
         used = True
     if not used:
@@ -111,7 +111,7 @@ def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, 
         fewer = _sweep(wo, ws, co, cs, many)  # another axis may separate them better
         if fewer is not None:
             return fewer
-    return np.repeat(owner, counts), order[expand_ranges(left, counts)]
+    return owner.repeat(counts), order[expand_ranges(left, counts)]
 
 
 def _sweep(
@@ -136,7 +136,7 @@ def _sweep(
     total, order, left, counts = best
     if below is not None and total >= below:
         return None
-    return np.repeat(np.arange(len(wo)), counts), order[expand_ranges(left, counts)]
+    return np.arange(len(wo)).repeat(counts), order[expand_ranges(left, counts)]
 
 
 def touched_blocks(shape: Dims, box: Box, itemsize: int, block: int) -> Array:

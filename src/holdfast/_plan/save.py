@@ -46,12 +46,12 @@ def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Optio
     in_one_piece = full & (count > 1) & (arrays.nbytes < 2 * options.split_bytes) & ~witness_all
     # The rule of `plan.replicas.shares` again, as array code for rows of one piece: they are most rows of a
     # mixture of experts, and a loop over them is too slow. Change both together.
-    whole = np.flatnonzero(in_one_piece)
+    whole = in_one_piece.nonzero()[0]
     first = [first_writer(table.specs[row].name, table.boxes[row], int(count[row])) for row in whole.tolist()]
     distance = (index[whole] - np.asarray(first, np.int64)) % count[whole]
     written: list[tuple[int, Box]] = []
     seen: list[tuple[int, Box]] = []
-    for row in np.flatnonzero(full & (count > 1) & ~in_one_piece).tolist():
+    for row in (full & (count > 1) & ~in_one_piece).nonzero()[0].tolist():
         name, box, nbytes = table.specs[row].name, table.boxes[row], int(arrays.nbytes[row])
         for part, writes in shares(
             name, box, nbytes, replicas[row], options.split_bytes, bool(witness_all[row])
@@ -60,7 +60,7 @@ def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Optio
                 (written if writes else seen).append((row, part))
     patterns = Names(options.columns)
     wide = np.asarray([spec.name in patterns for spec in table.specs] if options.columns else [], bool)
-    alone = np.concatenate([np.flatnonzero(full & (count == 1)), whole[distance == 0]])
+    alone = np.concatenate([(full & (count == 1)).nonzero()[0], whole[distance == 0]])
     chunks = _panels(*_boxes(arrays, alone, written), arrays.itemsize, wide)
     # Distance 1: the replica after the writer, which `shares` would choose as witness.
     beside = whole[distance == 1] if check != "off" else whole[:0]
@@ -95,8 +95,8 @@ def _panels(row: Array, offset: Array, size: Array, itemsize: Array, to_cut: Arr
         # In ascending order, so that the largest count that fits is assigned last.
         for count in reversed(PANELS):
             parts[wide & (width % count == 0) & (width // count * itemsize[row] >= PANEL_ROW)] = count
-        source = np.repeat(np.arange(len(row)), parts)
-        panel = np.arange(len(source)) - np.repeat(np.cumsum(parts) - parts, parts)
+        source = np.arange(len(row)).repeat(parts)
+        panel = np.arange(len(source)) - (parts.cumsum() - parts).repeat(parts)
         row, offset, size, nbytes = row[source], offset[source], size[source], nbytes[source] // parts[source]
         size[:, -1] //= parts[source]
         offset[:, -1] += panel * size[:, -1]

@@ -89,9 +89,14 @@ def _open_within(path: str, root: str) -> int:
 def _folders_between(root: str, path: str) -> Iterator[str]:
     """Yield the folders on the way from `root` to a file below it, without `root`."""
     folder = root
-    for part in os.path.relpath(path, root).split("/")[:-1]:
+    for part in _parts_below(root, path)[:-1]:
         folder = os.path.join(folder, part)
         yield folder
+
+
+def _parts_below(root: str, path: str) -> list[str]:
+    """Return the parts of the path of something below `root`. Both are absolute and have no `..`."""
+    return path[len(root) :].lstrip("/").split("/")
 
 
 def _is_blob(real: str, folder: str) -> bool:
@@ -190,7 +195,7 @@ class LocalStore:
 
     def _below_top(self, path: str) -> list[str]:
         """Return the parts of a path, from the first parent on."""
-        return os.path.relpath(self._full(path), self._top).split("/")
+        return _parts_below(self._top, self._full(path))
 
     def _for_writing(self, path: str) -> str:
         """Return the full path. Raises StorageError if a folder on the way is a link."""
