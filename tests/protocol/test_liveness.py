@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from msgspec import structs
 
 from holdfast._deadline import Deadline, Limits
 from holdfast._protocol.effects import Claim, Context, Late, Look, Put
@@ -22,8 +21,9 @@ KEY = "save/x/0.0"
 
 
 def seen(rank: int, beat: int = 1, ended: str = "", state: str = "", **operations: Any) -> Seen:
-    """What is known of a rank; `operations` by a name that stands for a key."""
-    named = {KEY if name == "here" else name: part for name, part in operations.items()}
+    """What is known of a rank; `operations` by a name that stands for a key. At each beat it looks how they
+    go."""
+    named = {KEY if name == "here" else name: {"looks": beat, **part} for name, part in operations.items()}
     who = Identity(rank, "h", 100 + rank, token=str(rank))
     return Seen(Vitals(who, named, beat=beat), ended, state=state)
 
@@ -271,22 +271,22 @@ def test_a_message_that_is_not_renewed_proves_no_circle() -> None:
     assert wait.go(120, lambda now, rank: seen(rank, beat=1, other=waiting_for(0))) is None
 
 
-def test_who_still_waits_where_this_rank_has_said_all_is_in_no_circle() -> None:
+def test_who_has_not_looked_whether_its_call_is_decided_is_in_no_circle() -> None:
     """Of 64 ranks on two cores, one had not read for 40 s that the save before was committed."""
+    there = {1: {"first": waiting_for(2, looks=7)}, 2: {"third": waiting_for(0)}}
+    assert Wait(deadline=HOUR).go(120, lambda now, rank: seen(rank, beat=int(now), **there[rank])) is None
+
+
+def test_looks_from_before_the_circle_was_seen_prove_nothing() -> None:
+    shown = iter([0, *[9] * 1000])
+    wait = Wait(deadline=HOUR)
+    assert wait.go(120, lambda now, rank: seen(rank, other=waiting_for(0, looks=next(shown)))) is None
+
+
+def test_who_waits_where_this_rank_is_on_another_thread_is_in_no_circle() -> None:
     wait = Wait(deadline=HOUR)
     wait.context.mine = lambda: [KEY, "other"]
     assert wait.go(120, lambda now, rank: seen(rank, beat=int(now), other=waiting_for(0))) is None
-
-
-def test_who_still_waits_where_another_rank_has_said_all_is_in_no_circle() -> None:
-    there = {1: {"first": waiting_for(2)}, 2: {"second": waiting_for(0)}}
-
-    def show(now: float, rank: int) -> Seen:
-        one = seen(rank, beat=int(now), **there[rank])
-        assert one.vitals is not None
-        return one._replace(vitals=structs.replace(one.vitals, last={"key": "first"})) if rank == 2 else one
-
-    assert Wait(deadline=HOUR).go(120, show) is None
 
 
 def test_a_rank_that_waits_in_the_same_call_is_no_circle() -> None:

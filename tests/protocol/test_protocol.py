@@ -25,7 +25,7 @@ from holdfast._protocol.runner import Cancel, perform
 from holdfast._roster.beacon import Presence
 from holdfast._roster.memory import Board, MemoryRoster
 from holdfast._roster.presence import Seen
-from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankFailed, StorageError
+from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankFailed, RosterLost, StorageError
 from tests.support.faults import Faults
 from tests.support.simulate import SimulatedClock, World
 from tests.support.simulated_work import SimulatedSave
@@ -113,18 +113,28 @@ def test_a_rank_stuck_in_storage_is_given_up(tmp_path: Path, monkeypatch: pytest
     assert not (place / "index.safetensors").exists()
 
 
-def test_a_rank_knows_which_calls_it_has_left(tmp_path: Path) -> None:
-    """Who still waits there for it has its message, so it waits in no circle (`protocol.liveness`)."""
+def test_a_look_for_the_outcome_counts_if_the_store_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By these looks others know that this rank waits for what nobody has decided (`protocol.liveness`)."""
+    job = holdfast.Job(roster=MemoryRoster(0, 2), participants=(0, 1), timeout=60)
+    operation = Operation("save", "save of x", str(tmp_path), begin_call(job), TRANSITIONS)
+    operation.context.set_key("save/x/0.0")
+    presence, roster = operation.presence, operation.roster
 
-    def known(roster: MemoryRoster) -> list[str]:
-        job = holdfast.Job(roster=roster, timeout=60)
-        for step in range(2):
-            holdfast.save(state(roster.rank), tmp_path / str(step), job=job)
-        place = str(tmp_path / "2")
-        operation = Operation("save", "save of x", place, begin_call(job), TRANSITIONS)
-        return [key.split("/")[0] for key in operation.context.mine()]
+    def silent(roster: MemoryRoster, keys: list[str]) -> None:
+        raise RosterLost("it does not answer")
 
-    assert ranks(2, known) == [["save", "save"]] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryRoster, "get", silent)
+        with pytest.raises(RosterLost):
+            presence.look(roster)
+    assert presence.record()["looks"] == 0
+    presence.look(roster)
+    assert (presence.record()["looks"], presence.record()["decided"]) == (1, False)
+    roster.claim("save/x/0.0/outcome", {"state": "agreed"})
+    presence.look(roster)
+    assert presence.record()["decided"]
 
 
 def test_a_lone_rank_stuck_past_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

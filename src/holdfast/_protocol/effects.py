@@ -159,8 +159,7 @@ class Context:
     blocks: bool = False
     """Is this the only thread of the program that makes calls? Then it makes no other one meanwhile."""
     mine: Callable[[], Collection[str]] = tuple
-    """Returns the keys of all operations that this rank is in, and of those that it has left: what it had to
-    say there has been said."""
+    """Returns the keys of all operations that this rank is in."""
     phase: str = "entered"
     who: str = ""
     """This rank as errors name it."""

@@ -91,8 +91,9 @@ class PeerMonitor:
         self.timers: dict[int, StallTimer] = {}
         self.suspects: set[int] = set()
         """Ranks that will not come by what the last look has shown."""
-        self.circle: dict[int, int] = {}
-        """The ranks of a circle that was seen, and their beats then."""
+        self.circle: dict[tuple[int, str], int] = {}
+        """The ranks of a circle that was seen, the operations in which they wait, and how often each had
+        looked by then whether that is decided."""
         self.broken: set[str] = set()
         """The operations of others in the circle that ends this one."""
 
@@ -216,28 +217,28 @@ class PeerMonitor:
             rank, keys, way = open_.pop(0)
             if rank not in known:
                 known |= yield Look([rank])
-            if _has_left(known[rank], keys[-1]):
-                continue
             wait, waited_for = _declared_wait(known[rank], keys[-1])
             for other in waited_for:
-                # What this rank does there on another thread goes on; what it has done there is on its way.
+                # What this rank does there on another thread goes on.
                 if other == me and (wait == context.key or wait not in context.mine()):
                     self.broken = {wait, *keys} - {context.key}
-                    return self._sure_of(way, known)
+                    return (yield from self._sure_of(way, (*keys[1:], wait), known))
                 if other not in (me, *way) and len(way) < QUOTED:
                     open_.append((other, (*keys, wait), (*way, other)))
         self.circle = {}
         return []
 
-    def _sure_of(self, way: tuple[int, ...], known: dict[int, Seen]) -> list[RankInfo]:
-        """Return the first rank of a circle, once all its ranks have shown the same waits at two more
-        beats: a message may be older than the end of its wait."""
-        beats = {rank: vitals.beat for rank in way if (vitals := known[rank].vitals) is not None}
-        if self.circle.keys() != beats.keys():
-            self.circle = beats
-        if any(beats[rank] < self.circle[rank] + 2 for rank in way):
-            return []
-        return [self._describe(way[0], known[way[0]], self._circle(way, known))]
+    def _sure_of(self, way: tuple[int, ...], waits: tuple[str, ...], known: dict[int, Seen]) -> Steps:
+        """Return the first rank of a circle, once each of its ranks has looked twice more whether the
+        operation in which it waits is decided. If one of them has left such an operation, it is: who still
+        waits in it reads that late, on a busy machine or of a busy message store."""
+        looks = _looks(way, waits, known)
+        if self.circle.keys() != looks.keys():
+            # What was read of the first is older than what was read of the last, so all are read again.
+            self.circle = _looks(way, waits, (yield Look(way)))
+        elif all(looks[part] >= self.circle[part] + 2 for part in looks):
+            return [self._describe(way[0], known[way[0]], self._circle(way, known))]
+        return []
 
     def _circle(self, way: tuple[int, ...], known: dict[int, Seen]) -> str:
         parts = []
@@ -392,10 +393,16 @@ class PeerMonitor:
         )
 
 
-def _has_left(seen: Seen, key: str) -> bool:
-    """Return whether an operation is the last that a rank has left. Who still waits for it there reads its
-    message soon: on a busy machine, or of a busy store, after many beats."""
-    return seen.vitals is not None and seen.vitals.last.get("key") == key
+def _looks(
+    way: tuple[int, ...], waits: tuple[str, ...], known: dict[int, Seen]
+) -> dict[tuple[int, str], int]:
+    """Return how often each rank has looked whether the operation in which it waits is decided; nothing of a
+    rank that is in it no more."""
+    return {
+        (rank, wait): vitals.operations[wait].get("looks", 0)
+        for rank, wait in zip(way, waits, strict=True)
+        if (vitals := known[rank].vitals) is not None and wait in vitals.operations
+    }
 
 
 def _declared_wait(seen: Seen, key: str) -> tuple[str, list[int]]:

@@ -136,6 +136,7 @@ class Operation:
         if self.presence.outcome is None and self.context.key and not self.alone:
             lane = self.roster.bounded()
             self.presence.outcome = lane.get([self.context.outcome_key])[0]
+            self.presence.looks += 1
 
     def _on_gone(self, rank: int, gone: Gone) -> None:
         """Abandon the call for all, if the one that decides it has ended; on the heart's thread.

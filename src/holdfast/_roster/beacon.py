@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary, ref
@@ -32,8 +31,6 @@ BEAT = 1.0
 second. There a beat only looks how the operations go; the rest comes at the `pace` of all looks."""
 
 
-LEFT = 1000
-"""Operations that this rank has left, and still knows."""
 SEE_OFF = 30.0
 """Seconds that a process with the message store stays for ranks that are stopped, at most."""
 
@@ -55,6 +52,8 @@ class Presence:
         self.is_working = False
         self.outcome: Message | None = None
         """How the operation was decided, once the heart has seen that."""
+        self.looks = 0
+        """How often the heart has looked for that."""
         self.more: Callable[[], Message] = dict
         """Returns more of the message: `doing`, which errors quote, and values for programs."""
         self.look: Callable[[Roster], None] = lambda roster: None
@@ -92,6 +91,7 @@ class Presence:
             "progress": self.progress,
             "others": self.others,
             "decided": self.outcome is not None,
+            "looks": self.looks,
             **self.more(),
         }
 
@@ -135,7 +135,6 @@ class Beacon:
         self._operations: dict[tuple[int, str], Presence] = {}
         self._beating: set[object] = set()
         self._last: Message = {}
-        self._left: deque[str] = deque(maxlen=LEFT)
         self._left_with: Sequence[int] = ()
         """The ranks of the operation that this one was in last."""
         self._beats = 0
@@ -179,9 +178,9 @@ class Beacon:
             return list(self._operations.values())
 
     def keys(self) -> list[str]:
-        """Return the keys of the operations that this rank is in, and of the last ones that it has left."""
+        """Return the keys of the operations that this rank is in."""
         with self._lock:
-            return [*(key for _, key in self._operations), *self._left]
+            return [key for _, key in self._operations]
 
     def message(self) -> Message:
         who = msgspec.structs.replace(self.who, dump_signal=stack_dump.signal, dump_file=stack_dump.file)
@@ -212,7 +211,6 @@ class Beacon:
             if self._operations.pop((id(presence), presence.operation), None) is not None:
                 # Kept in the message: an error can say how this rank's last call ended.
                 self._last = {"key": presence.operation, **presence.record()}
-                self._left.append(presence.operation)
                 self._left_with = presence.participants
         self.watch.end(presence)
         self.let_go(presence)
