@@ -64,6 +64,7 @@ def terminal() -> Iterator[int]:
     tty.setraw(other)
     with open(other, "w") as stderr, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERM", "xterm")
+        patch.setattr(_bar, "own", True)  # a command that a test before has called forbids it
         patch.setattr(_bar, "AFTER", 0.0)
         patch.setattr(_bar, "EVERY", 0.0)
         patch.setattr(sys, "stderr", stderr)
