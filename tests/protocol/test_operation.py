@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
+import pty
+import select
+import sys
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 import holdfast
-from holdfast import events
+from holdfast import _bar, events
 from holdfast._protocol import operation
 
 ALONE = holdfast.Job(no_dist=True)
@@ -48,3 +55,73 @@ def test_the_event_of_the_commit_has_seconds_and_bytes(tmp_path: Path) -> None:
     [committed] = [event for event in seen if event.name == "save.committed"]
     assert 4 << 20 <= committed.fields["bytes"] < 5 << 20
     assert committed.fields["seconds"] > 0
+
+
+@contextmanager
+def terminal() -> Iterator[int]:
+    """Make a terminal stderr, on which a bar is drawn each time that bytes have moved; yield its other end."""
+    end, other = pty.openpty()
+    tty.setraw(other)
+    with open(other, "w") as stderr, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.setattr(_bar, "own", True)  # a command that a test before has called forbids it
+        patch.setattr(_bar, "AFTER", 0.0)
+        patch.setattr(_bar, "EVERY", 0.0)
+        patch.setattr(sys, "stderr", stderr)
+        yield end
+    os.close(end)
+
+
+def shown(end: int) -> str:
+    """What has come to the other end of the terminal, which is not at once."""
+    sys.stderr.write("\0")
+    sys.stderr.flush()
+    text = ""
+    while not text.endswith("\0"):
+        assert select.select([end], [], [], 60)[0]
+        text += os.read(end, 1 << 16).decode()
+    return text[:-1]
+
+
+def test_a_bar_is_drawn_on_a_terminal_and_taken_away(tmp_path: Path) -> None:
+    state = {"w": torch.ones(4, 1 << 20)}
+    with terminal() as end:
+        for call in (holdfast.save, holdfast.load):
+            call(state, tmp_path / "it", job=ALONE)
+            first, *more, last = shown(end).split("\r\x1b[K")
+            assert (first, last) == ("", "")
+            assert len(more) > 3
+            assert more[0] != more[-1]
+            assert more[-1].startswith(f"[{'#' * 24}] 100%  16 MiB of 16 MiB, ")
+
+
+def test_no_bar_where_nobody_waits_or_the_log_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"w": torch.ones(4, 1 << 20)}
+    with terminal() as end:
+        holdfast.async_save(state, tmp_path / "it", job=ALONE).result()
+        with caplog.at_level(logging.INFO, "holdfast"):
+            holdfast.load(state, tmp_path / "it", job=ALONE)
+        with monkeypatch.context() as forbidden:
+            forbidden.setattr(_bar, "own", False)
+            holdfast.load(state, tmp_path / "it", job=ALONE)
+        monkeypatch.setattr(_bar, "AFTER", 3600.0)
+        holdfast.load(state, tmp_path / "it", job=ALONE)
+        assert shown(end) == ""
+
+
+def test_a_terminal_that_nobody_reads_holds_nothing_up(tmp_path: Path) -> None:
+    with terminal() as end:
+        fd = sys.stderr.fileno()
+        assert os.isatty(fd)
+        os.set_blocking(fd, False)
+        while select.select([], [fd], [], 0.5)[1]:  # the kernel passes it on, which makes room
+            with suppress(BlockingIOError):
+                os.write(fd, b"x" * 64)
+        os.set_blocking(fd, True)
+        holdfast.save({"w": torch.ones(4, 1 << 20)}, tmp_path / "it", job=ALONE)
+        os.set_blocking(end, False)
+        with suppress(BlockingIOError):
+            while True:
+                assert b"MiB" not in os.read(end, 1 << 16)

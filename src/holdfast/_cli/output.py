@@ -124,6 +124,9 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on stderr (nothing without a terminal); yield a function that takes (done, total) bytes."""
     import sys
 
+    from holdfast import _bar
+
+    _bar.own = False
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

@@ -192,7 +192,7 @@ def _fit(
             if spec.kind != stored.kind
             else "holdfast.load(cast=True) converts."
             if spec.shape == stored.shape
-            else "Build the model as it was saved, or leave this name out of the load.",
+            else "Build the model as it was saved, or leave it out: holdfast.load(on_shape='skip').",
             details={"tensor": spec.name},
         )
     return spec, box, memory

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from holdfast import events
+from holdfast._bar import Bar
 from holdfast._collector import collector_paused
 from holdfast._protocol.call import Call
 from holdfast._protocol.core import choice_steps
@@ -74,6 +75,7 @@ class Operation:
         """A name of this attempt that all its ranks share and no other attempt has."""
         self.bytes_total = 0
         """Bytes that `progress` will have noted at the end; 0 until that is known."""
+        self._bar: Bar | None = None
         self.alone = len(call.participants) == 1
         # A call of one rank needs no message store, and leaves nothing in it.
         self.roster: Roster = MemoryRoster(call.rank, call.roster.world_size) if self.alone else call.roster
@@ -179,6 +181,8 @@ class Operation:
         self.presence.progress += moved
         self.call.deadline.note_progress()
         self.emit(self.presence.phase, bytes_done=self.presence.progress, bytes_total=self.bytes_total)
+        if self._bar is not None:
+            self._bar.draw(self.presence.progress, self.bytes_total)
         if time.monotonic() - self._told >= TELL_EVERY:
             self._tell()
 
@@ -221,6 +225,10 @@ class Operation:
         pause_collector: pause the garbage collector meanwhile; False if the process trains at the same time.
         """
         self.context.collect_error = collect_error
+        # On the lowest rank alone; and where the log tells it, not as well.
+        waits = pause_collector and self.call.rank == self.call.participants[0]
+        if waits and not log.isEnabledFor(logging.INFO):
+            self._bar = Bar(self.context.title)
         try:
             with collector_paused() if pause_collector else nullcontext():
                 whole = CallSteps(self._meet(), steps, leave(self.context, self._history))
@@ -237,6 +245,8 @@ class Operation:
                 raise cause from None
             raise
         finally:
+            if self._bar is not None:
+                self._bar.clear()
             # A thread that was left behind has not run `leave`. The next call then determines how this one
             # ended.
             if self.context.known_outcome is None:

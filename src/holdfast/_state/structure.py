@@ -169,7 +169,7 @@ def nest(values: Mapping[str, object]) -> dict[str, Any]:
     """Return values as nested dicts, one for each part of their names between dots.
 
     A state that is stored with a description of its containers is built by that. A name below that of another
-    value stays in one piece.
+    value stays in one piece. An optimizer's part has the keys of its `state_dict`.
     """
     end = f".{STRUCTURE}"
     described = {name.removesuffix(end): value for name, value in values.items() if name.endswith(end)}
@@ -189,7 +189,28 @@ def nest(values: Mapping[str, object]) -> dict[str, Any]:
         else:
             parts = parts[-1:]
         node[".".join(parts)] = value
+    nodes = [root]
+    while nodes:
+        node = nodes.pop()
+        nodes += [part for part in node.values() if type(part) is dict]
+        if "param_groups" in node and type(node.get("state")) is dict:
+            _as_optimizer(node)
     return root
+
+
+def _as_optimizer(node: dict[str, Any]) -> None:
+    """Number states as the groups number their parameters. An optimizer's `load_state_dict` also takes states
+    under texts, says nothing, and uses none of them."""
+    groups = node["param_groups"]
+    # torch DCP saves the parts of this list.
+    if type(groups) is dict and sorted(groups) == sorted(map(str, range(len(groups)))):
+        groups = node["param_groups"] = [groups[str(number)] for number in range(len(groups))]
+    if isinstance(groups, list):
+        known = [group.get("params") for group in groups if isinstance(group, dict)]
+        numbers = {
+            str(key): key for keys in known if isinstance(keys, list) for key in keys if type(key) is int
+        }
+        node["state"] = {numbers.get(key, key): part for key, part in node["state"].items()}
 
 
 def build(
