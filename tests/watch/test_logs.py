@@ -491,3 +491,12 @@ def test_the_last_number_of_a_line_that_is_being_written_does_not_count(tmp_path
     for cut in (whole[:-2], whole[:-1]):
         (tmp_path / "job.log").write_text(whole.replace("rank0", "rank1").replace("Rank 0", "Rank 1") + cut)
         assert list(read_all([str(tmp_path / "job.log")]).ranks) == [1]
+
+
+def test_a_line_that_healthy_steps_write_too_is_no_cause(tmp_path: Path) -> None:
+    line = "1/900 [00:20<5:02:45]Invalidate trace cache @ step 10: expected module 11, but got module 19"
+    waits = timeout(1, 1580, "_ALLGATHER_BASE", 4096)
+    once = of(tmp_path, line, waits).verdict
+    assert once is not None
+    assert (once.kind, once.basis) == ("branch", "signature")
+    assert of(tmp_path, line, line, waits).verdict is None
