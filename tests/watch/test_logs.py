@@ -500,3 +500,11 @@ def test_a_line_that_healthy_steps_write_too_is_no_cause(tmp_path: Path) -> None
     assert once is not None
     assert (once.kind, once.basis) == ("branch", "signature")
     assert of(tmp_path, line, line, waits).verdict is None
+
+
+def test_who_has_not_come_to_a_monitored_barrier_is_told_and_not_judged(tmp_path: Path) -> None:
+    said = "[rank0]:[E1126 16:21:27.229751813 ProcessGroupGloo.cpp:67] [Rank 0]: {} failed to pass monitoredBarrier in 2000 ms"
+    found = of(tmp_path, said.format("Rank 2"), said.format("Ranks 2, 3"))
+    assert found.verdict is None
+    assert [(one.kind, one.ranks) for one in found.possible] == [("late", (2, 3))]
+    assert not of(tmp_path, said.format("Ranks ,"), said.format("Rank " + "9" * 5000)).possible

@@ -143,6 +143,21 @@ def zero3_order(evidence: Evidence) -> Iterator[Verdict]:
         )
 
 
+def monitored(evidence: Evidence) -> Iterator[Verdict]:
+    """A monitoredBarrier of torch has told who did not come: all of them, or the first one."""
+    told = max(evidence.of("barrier"), key=lambda one: len(one.values[0]), default=None)
+    if told is not None:
+        ranks = tuple(map(int, told.values[0].split(",")))
+        yield Verdict(
+            "late",
+            "absence",
+            f"{listed(ranks)} did not come to a monitoredBarrier",
+            ranks,
+            seen=(_seen(told),),
+            others=("Late, stuck or on another path: the stacks of these ranks tell, taken twice.",),
+        )
+
+
 def closing(evidence: Evidence) -> Iterator[Verdict]:
     """A watchdog is stuck after the end of the program, and no collective has timed out."""
     stuck = evidence.of("heartbeat")
@@ -210,4 +225,4 @@ def _seen(remark: Remark) -> Observation:
     return Observation(remark.text[:200], remark.source)
 
 
-RULES = (died, fingerprints, nccl_mismatch, uneven_data, closing, opening, zero3_order, ras)
+RULES = (died, fingerprints, nccl_mismatch, uneven_data, monitored, closing, opening, zero3_order, ras)
