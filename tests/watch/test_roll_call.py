@@ -177,6 +177,19 @@ def test_when_the_first_ranks_have_ended_others_look_for_calls(
         assert call._waiting_call is None
 
 
+def test_a_rank_shows_itself_soon_after_install() -> None:
+    """In a large world its message is renewed once in a minute: if it hangs before, the others see nothing of it."""
+    base = MemoryRoster(0, 100_000)
+    beacon, user = Beacon(base), object()
+    beacon.interval = 0.1
+    assert beacon.pace == 60
+    beacon.keep(user)
+    try:
+        wait_until(lambda: base.get([at_key(0)])[0] is not None, 30)
+    finally:
+        beacon.let_go(user)
+
+
 HOLDS_ITS_GIL = """
 import re, msgspec
 from holdfast._roster.process import this_process
