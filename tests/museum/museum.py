@@ -4,6 +4,10 @@ An exhibit is one text file: what is right, and sections of evidence. `posted` s
 thread, `composed` ones are written by us from its facts, in the form of the tool that would have written them.
 The right answers were written before the rules, and every third exhibit was kept aside until the rules were
 written.
+
+    python -m tests.museum.museum
+
+prints the scores, and what torch's own analysis of flight records (`torchfrtrace`) names, given the same counts.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,7 +23,8 @@ from typing import NamedTuple
 
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.read import read_all
-from holdfast._watch.verdict import Diagnosis
+from holdfast._watch.verdict import Diagnosis, listed
+from tests.watch.faults import peer_says
 
 FOLDER = Path(__file__).parent / "exhibits"
 LEVELS = {
@@ -152,6 +158,8 @@ def _records(text: str) -> dict[int, dict[str, object]]:
                     "input_sizes": [json.loads(taken)],
                     "output_sizes": [json.loads(given)],
                     "input_dtypes": ["Float"],
+                    "output_dtypes": ["Float"],
+                    "time_created_ns": int(number[1:]),
                     "state": state,
                     "retired": state == "completed",
                     "is_p2p": False,
@@ -199,3 +207,44 @@ def score(some: tuple[Exhibit, ...], level: str, folder: Path) -> Score:
         counted.count("silent"),
         list(results.values()).count("wrong"),
     )
+
+
+def scores(folder: Path) -> list[list[str]]:
+    """Return the rows of the table in docs/diagnose.md."""
+    open_ones = tuple(one for one in exhibits() if one not in kept_aside())
+    parts = {"all": exhibits(), "rules were written for": open_ones, "kept aside": kept_aside()}
+    return [
+        [title, level, f"{one.right} of {one.of}", str(one.partly), str(one.silent), str(one.wrong)]
+        for title, some in parts.items()
+        for level in LEVELS
+        for one in [score(some, level, folder / title)]
+    ]
+
+
+def peer_names(folder: Path) -> dict[Exhibit, tuple[int, ...]]:
+    """Return the ranks that torch's analysis names, of each exhibit that has counts."""
+    found = {}
+    for exhibit in exhibits():
+        if any(section.kind == "counts" for section in exhibit.sections):
+            place = folder / "torchfrtrace" / exhibit.name
+            write(exhibit, "counts", place)
+            found[exhibit] = peer_says(place)[1] or ()
+    return found
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for row in (
+            ["exhibits", "evidence", "right", "class only", "silent", "wrong"],
+            *scores(Path(folder)),
+        ):
+            print("| " + " | ".join(row) + " |")
+        for exhibit, named in peer_names(Path(folder)).items():
+            right = (
+                "not known" if exhibit.ranks is None else listed(exhibit.ranks) if exhibit.ranks else "none"
+            )
+            print(f"torchfrtrace: {exhibit.name}: {listed(named) if named else 'none'} (right: {right})")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +64,50 @@ def test_a_healthy_job_is_not_called(tmp_path: Path) -> None:
     assert found.told == []
     assert len(list(tmp_path.glob("done-*"))) == RANKS
     assert not (tmp_path / "roll-calls").exists()
+
+
+KILLED_AT_ITS_TIMEOUT = """
+import datetime, os, sys, threading, time
+import torch
+import torch.distributed as dist
+import holdfast
+
+LIMIT, rank = 24.0, int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=2 * LIMIT))
+group = dist.new_group(timeout=datetime.timedelta(seconds=LIMIT))
+holdfast.install(checkpoints=False, guard=False)
+dist.all_reduce(torch.ones(1), group=group)
+
+def watchdog():
+    time.sleep(LIMIT)
+    os.write(2, b"watchdog aborts")
+    os.abort()
+
+threading.Thread(target=watchdog, daemon=True).start()
+if rank:
+    time.sleep(1000)
+dist.all_reduce(torch.ones(1), group=group)
+"""
+
+
+@pytest.mark.soak
+def test_the_result_is_on_disk_and_on_stderr_before_a_watchdog_aborts(tmp_path: Path) -> None:
+    """As NCCL's does, without an exception, on all ranks."""
+    environment = os.environ | {"HOLDFAST_ROLL_CALLS": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", KILLED_AT_ITS_TIMEOUT]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [-signal.SIGABRT] * 2
+    assert 0 <= told[0].find("stuck (80%, by stacks): rank 1: stands still") < told[0].find("watchdog aborts")
+    (folder,) = (tmp_path / "roll-calls").iterdir()
+    assert {"rank-0.json", "rank-1.json"} <= set(os.listdir(folder))

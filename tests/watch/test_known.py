@@ -5,15 +5,17 @@ from __future__ import annotations
 import datetime
 import logging
 import re
+import struct
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 import holdfast
-from holdfast._cli import cli
+from holdfast._cli import cli, doctor
 from holdfast._integrations import install
 from holdfast._watch import known
-from holdfast._watch.known import affects, table
+from holdfast._watch.known import affects, redirecting_bridges, table
 
 
 @pytest.mark.parametrize(
@@ -77,3 +79,46 @@ def test_install_warns_once_and_on_one_rank(
     assert warnings("1") == 0
     assert warnings("0") == 1
     install._warn_of_versions.cache_clear()
+
+
+def device(folder: Path, name: str, kind: str, vendor: str, *capabilities: tuple[int, int]) -> None:
+    """A PCI device as sysfs has it; an extended capability has an id, and what its word at 6 says."""
+    config, at = bytearray(4096), 0x100
+    for number, (one, control) in enumerate(capabilities, 1):
+        onward = 0x100 + number * 0x40 if number < len(capabilities) else 0
+        struct.pack_into("<IHH", config, at, onward << 20 | 1 << 16 | one, 0x5F, control)
+        at = onward
+    (folder / name).mkdir(parents=True)
+    (folder / name / "class").write_text(f"{kind}\n")
+    (folder / name / "vendor").write_text(f"{vendor}\n")
+    (folder / name / "config").write_bytes(config)
+
+
+@pytest.mark.parametrize(
+    ("control", "gpus", "bridges"),
+    [
+        (0x001D, 2, ["0000:00:03.1"]),  # as in nccl 2079
+        (0x0001, 2, []),  # the source is checked, and nothing is sent elsewhere
+        (0x0000, 2, []),
+        (0x001D, 1, []),
+    ],
+)
+def test_bridges_that_send_what_gpus_send_through_the_iommu(
+    control: int, gpus: int, bridges: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device(tmp_path, "0000:00:00.0", "0x060000", "0x1022")
+    device(tmp_path, "0000:00:03.1", "0x060400", "0x1022", (0x0001, 0xFFFF), (0x000D, control))
+    for number in range(gpus):
+        device(tmp_path, f"0000:{41 + number}:00.0", "0x030000", "0x10de")
+    assert redirecting_bridges(tmp_path) == bridges
+    monkeypatch.setattr(doctor, "redirecting_bridges", lambda: bridges)
+    told = CliRunner().invoke(cli, ["doctor"]).stdout
+    assert ("1 PCI bridge (0000:00:03.1) have" in told) == bool(bridges)
+
+
+def test_bridges_of_this_machine_are_read_or_none_is_told(tmp_path: Path) -> None:
+    assert isinstance(redirecting_bridges(), list)
+    assert redirecting_bridges(tmp_path / "none") == []
+    device(tmp_path, "0000:00:01.0", "0x060400", "0x1022")
+    (tmp_path / "0000:00:01.0" / "config").write_bytes(b"\xff" * 64)  # all that a user gets
+    assert redirecting_bridges(tmp_path) == []

@@ -491,3 +491,20 @@ def test_the_last_number_of_a_line_that_is_being_written_does_not_count(tmp_path
     for cut in (whole[:-2], whole[:-1]):
         (tmp_path / "job.log").write_text(whole.replace("rank0", "rank1").replace("Rank 0", "Rank 1") + cut)
         assert list(read_all([str(tmp_path / "job.log")]).ranks) == [1]
+
+
+def test_a_line_that_healthy_steps_write_too_is_no_cause(tmp_path: Path) -> None:
+    line = "1/900 [00:20<5:02:45]Invalidate trace cache @ step 10: expected module 11, but got module 19"
+    waits = timeout(1, 1580, "_ALLGATHER_BASE", 4096)
+    once = of(tmp_path, line, waits).verdict
+    assert once is not None
+    assert (once.kind, once.basis) == ("branch", "signature")
+    assert of(tmp_path, line, line, waits).verdict is None
+
+
+def test_who_has_not_come_to_a_monitored_barrier_is_told_and_not_judged(tmp_path: Path) -> None:
+    said = "[rank0]:[E1126 16:21:27.229751813 ProcessGroupGloo.cpp:67] [Rank 0]: {} failed to pass monitoredBarrier in 2000 ms"
+    found = of(tmp_path, said.format("Rank 2"), said.format("Ranks 2, 3"))
+    assert found.verdict is None
+    assert [(one.kind, one.ranks) for one in found.possible] == [("late", (2, 3))]
+    assert not of(tmp_path, said.format("Ranks ,"), said.format("Rank " + "9" * 5000)).possible

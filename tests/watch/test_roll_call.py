@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -16,9 +20,11 @@ import torch.distributed as dist
 
 from holdfast._roster.beacon import Beacon
 from holdfast._roster.memory import MemoryRoster
-from holdfast._roster.presence import at_key
+from holdfast._roster.presence import Vitals, at_key
+from holdfast._roster.process import Identity
 from holdfast._torch_private import flight_records
 from holdfast._watch import roll_call
+from holdfast._watch.answering import Answering, Asked, summary
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call
@@ -169,3 +175,85 @@ def test_when_the_first_ranks_have_ended_others_look_for_calls(
     else:
         assert not call._looks.is_set()
         assert call._waiting_call is None
+
+
+def test_a_rank_shows_itself_soon_after_install() -> None:
+    """In a large world its message is renewed once in a minute: if it hangs before, the others see nothing of it."""
+    base = MemoryRoster(0, 100_000)
+    beacon, user = Beacon(base), object()
+    beacon.interval = 0.1
+    assert beacon.pace == 60
+    beacon.keep(user)
+    try:
+        wait_until(lambda: base.get([at_key(0)])[0] is not None, 30)
+    finally:
+        beacon.let_go(user)
+
+
+HOLDS_ITS_GIL = """
+import re, msgspec
+from holdfast._roster.process import this_process
+print(msgspec.json.encode(this_process(1)).decode(), flush=True)
+re.match("(a+)+$", "a" * 99 + "b")
+"""
+PY_SPY = """#!/bin/sh
+echo "$@" >> {calls}
+cat << END
+Process $5: /venv/bin/python train.py --rank 3
+Python v3.11.7 (/venv/bin/python3.11)
+
+Thread $5 (active+gil): "MainThread"
+    sre_ucs1_match (/usr/lib/libpython3.11.so.1.0)
+    _sre_SRE_Pattern_match (/usr/lib/libpython3.11.so.1.0)
+    match (/usr/lib/python3.11/re/__init__.py:166)
+    load_batch (/job/train.py:11)
+    <module> (/job/train.py:25)
+    0x7f1869c4524a (/usr/lib/libc.so.6)
+END
+"""
+"""It prints what py-spy 0.4.3 has printed of such a process."""
+
+
+def test_a_rank_that_holds_its_gil_and_runs_is_looked_at_by_py_spy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one rank of its machine, and not while it is stopped: py-spy lets it go on then."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.delenv("HOLDFAST_ROLL_CALLS", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    calls = tmp_path / "calls"
+    (tmp_path / "py-spy").write_text(PY_SPY.format(calls=calls))
+    (tmp_path / "py-spy").chmod(0o755)
+    rosters = [MemoryRoster(0, 3)]
+    rosters.append(MemoryRoster(2, 3, rosters[0].board))
+    for roster in rosters:
+        roster.put(f"roll/0/{roster.rank}", {"by": roster.rank})
+    asked = Asked(2, "somebody asks", 1.0, time.time())
+    ranks = [Answering(roster, Beacon(roster), 0, asked, threading.Event()) for roster in rosters]
+    with subprocess.Popen([sys.executable, "-c", HOLDS_ITS_GIL], stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            who = msgspec.json.decode(child.stdout.readline(), type=Identity)
+            rosters[0].put(at_key(1), msgspec.to_builtins(Vitals(who)))
+            child.send_signal(signal.SIGSTOP)
+            wait_until(lambda: who.state() == "T")
+            for one in ranks:
+                one._look_at_running([0, 1, 2])
+            assert not calls.exists()
+            child.send_signal(signal.SIGCONT)
+            wait_until(lambda: who.state() == "R")
+            for one in reversed(ranks):
+                one._look_at_running([0, 1, 2])
+        finally:
+            child.kill()
+    assert calls.read_text().split()[-1] == str(child.pid)
+    assert len(calls.read_text().splitlines()) == 1
+    collector = Collector()
+    found = rosters[0].get(["roll/0/1"])[0]
+    assert found is not None
+    read_roll_call(found, collector, "rank-1.json")
+    evidence = collector.evidence()
+    assert evidence.ranks[1].busy == 1.0
+    told = summary("somebody asks", diagnose(evidence), evidence, "").splitlines()
+    assert "  rank 1: is at load_batch (/job/train.py:11)" in told
+    assert "  ranks 0, 2: no answer. py-spy dump --pid PID, on its host, tells where it is." in told

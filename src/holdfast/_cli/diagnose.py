@@ -41,7 +41,7 @@ def show(found: Diagnosis) -> None:
     else:
         _verdict(verdict, found)
     for one in found.possible[:3]:
-        output.say(f"{'also' if verdict is not None else 'perhaps'}: {one.kind}: {one.summary}.")
+        output.say(f"{'also' if verdict is not None else 'perhaps'}: {one.kind}: {one.summary.rstrip('.')}.")
         for other in one.others:
             output.say(f"    {other}")
     for wanted in found.collect:
@@ -65,7 +65,7 @@ def _verdict(verdict: Verdict, found: Diagnosis) -> None:
     )
     facts = {
         "verdict": f"{verdict.kind}: {found.means}.",
-        "because": f"{verdict.summary}.",
+        "because": f"{verdict.summary.rstrip('.')}.",
         "ranks": ranks,
         "waiting": listed(verdict.waiting) if verdict.waiting else "",
         "group": verdict.group,

@@ -13,7 +13,7 @@ from holdfast._groups.audit.hazards import NAMES, Hazard, ProcessFacts, hazards,
 from holdfast._integrations.versions import found_frameworks
 from holdfast._options import all_variables
 from holdfast._watch.diagnose import diagnose
-from holdfast._watch.known import affects, versions_here
+from holdfast._watch.known import affects, redirecting_bridges, versions_here
 from holdfast._watch.read import read_all
 from holdfast._watch.shared_call import ask_for_call, wait_for_answers
 from holdfast.errors import BadInput
@@ -64,6 +64,16 @@ def command(ctx: click.Context, pid: int | None, folder: str | None, as_json: bo
             Hazard("known to hang", f"{one.what}.", f"Fixed in {one.library} {one.fixed}: {one.thread}")
             for one in bad
         ]
+        if bridges := redirecting_bridges():
+            what = (
+                f"{output.count(len(bridges), 'PCI bridge')} ({', '.join(bridges[:4])}) have Access Control "
+                "Services on: what GPUs send each other goes through the IOMMU, and NCCL may hang."
+            )
+            remedy = (
+                "On bare metal: BIOS, or setpci -s BRIDGE ECAP_ACS+6.w=0000. A virtual machine needs them: "
+                "https://github.com/NVIDIA/nccl/issues/2079"
+            )
+            findings.append(Hazard("known to hang", what, remedy))
     if as_json:
         output.print_json({"pid": pid, "process": facts, "hazards": findings, "frameworks": frameworks})
     else:

@@ -222,7 +222,8 @@ class Beacon:
             first = not self._beating
             self._beating.add(user)
             if first:
-                self._due = time.monotonic() + self.pace - self.interval / 2
+                # Who enters an operation has just sent it; `install` has sent nothing yet.
+                self._due = time.monotonic() + self.pace - self.interval / 2 if self._operations else 0.0
         if first:
             heart.begin(self, self.interval * (1 + spread(self.who.rank)) / 2)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import subprocess
 import threading
 import time
 from collections import defaultdict
@@ -117,6 +119,7 @@ class Answering:
         self._put(rank, msgspec.structs.replace(found, **seen), members)
         for other, one in held.items():
             self._put(other, _seen_again(one), {})
+        self._look_at_running(near)
         if self._asked.by == rank:
             self._over.wait(self._pace + GRACE)
             collector = self._gather()
@@ -234,15 +237,29 @@ class Answering:
 
     def _stand_in(self, near: list[int]) -> dict[int, Held]:
         """Answer for ranks of this machine that have not. Return those that live."""
-        silent = set(near) - self._answers(near).keys()
         held = {}
-        for rank, seen in see(self._base, sorted(silent)).items() if silent else ():
+        for rank, seen in self._silent(near, self._answers(near)).items():
             found = _seen_from_here(rank, seen)
             if found is None or not self._put(rank, found, {}, is_first=True):
                 continue
             if seen.vitals is not None and not seen.ended:
                 held[rank] = Held(seen.vitals.who, found, time.monotonic(), _cpu(seen.vitals.who))
         return held
+
+    def _silent(self, near: list[int], answers: dict[int, Message]) -> dict[int, Seen]:
+        silent = sorted(set(near) - answers.keys())
+        return see(self._base, silent) if silent else {}
+
+    def _look_at_running(self, near: list[int]) -> None:
+        """Look at ranks of this machine that run and have not answered until now. One rank does: a process
+        takes one debugger at a time."""
+        answers = self._answers(near)
+        if self._base.rank != min((rank for rank, one in answers.items() if one["by"] == rank), default=-1):
+            return
+        for rank, seen in self._silent(near, answers).items():
+            found = running(seen.vitals.who) if seen.vitals is not None and seen.there else None
+            if found is not None:
+                self._put(rank, found, {}, is_first=True)
 
     def _gather(self) -> Collector:
         collector = Collector()
@@ -301,6 +318,24 @@ def _dumped(who: Identity) -> tuple[Stack, ...]:
     return tuple(collector.rank(who.rank).stacks)
 
 
+def running(who: Identity) -> Rank | None:
+    """Return what py-spy, if it is installed, shows of a process that runs: a call in C may hold its GIL."""
+    program = shutil.which("py-spy")
+    if program is None or who.state() != "R":  # it would let one go on that is stopped
+        return None
+    try:
+        command = [program, "dump", "--native", "--full-filenames", "--pid", str(who.pid)]
+        dump = subprocess.run(command, capture_output=True, timeout=SLOW, check=False).stdout.decode(
+            errors="replace"
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    collector = Collector()
+    # Its first line has the command of that process, which may tell another rank.
+    read_stacks(dump.splitlines()[1:], collector, "py-spy", who.rank, is_later=False)
+    return collector.evidence().ranks.get(who.rank)
+
+
 def _cpu(who: Identity) -> float:
     now = who.stat()
     return now.cpu if now is not None else 0.0
@@ -326,9 +361,12 @@ def summary(why: str, found: Diagnosis, evidence: Evidence, folder: str) -> str:
     places: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(evidence.shown()):
         one, phase = position_of_rank(evidence.ranks[rank]), evidence.ranks[rank].phase
-        places[f"{one.does} at {one.call}" + (f", in {phase}" if phase else "")].append(rank)
+        does = "is" if one.does == "works" else one.does
+        places[f"{does} at {one.call}" + (f", in {phase}" if phase else "")].append(rank)
     for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))[:8]:
         lines.append(f"  {listed(ranks)}: {place}")
+    if silent := set(range(found.world_size or 0)) - evidence.ranks.keys():
+        lines.append(f"  {listed(silent)}: no answer. py-spy dump --pid PID, on its host, tells where it is.")
     lines += [f"  {remark.text}" for remark in evidence.of("job")]
     if folder:
         lines.append(f"  holdfast diagnose {folder} tells more.")

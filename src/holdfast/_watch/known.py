@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
+from pathlib import Path
 
 import msgspec
 
@@ -75,6 +76,36 @@ def affects(versions: Mapping[str, str], machine: str, variables: Mapping[str, s
         and entry.machine in ("", machine)
         and all(re.fullmatch(value, variables.get(name, "")) for name, value in entry.variables.items())
     ]
+
+
+_MAKERS_OF_GPUS = ("0x10de", "0x1002")
+_ACS, _REDIRECTS = 0x000D, 0x001C
+"""The id of PCI Access Control Services, and the bits by which they send what devices send each other up."""
+
+
+def redirecting_bridges(devices: Path = Path("/sys/bus/pci/devices")) -> list[str]:
+    """Return the PCI bridges that send what GPUs send each other through the IOMMU: NCCL may hang then
+    (https://github.com/NVIDIA/nccl/issues/2079). Only root may read that: others get none."""
+    found, gpus = [], 0
+    with suppress(OSError):
+        for device in sorted(devices.iterdir()):
+            kind = (device / "class").read_text()
+            gpus += kind.startswith("0x03") and (device / "vendor").read_text().strip() in _MAKERS_OF_GPUS
+            if kind.startswith("0x0604") and _redirects((device / "config").read_bytes()):
+                found.append(device.name)
+    return found if gpus > 1 else []
+
+
+def _redirects(config: bytes) -> bool:
+    at = 0x100  # extended capabilities are a chain from here on
+    for _ in range(64):
+        head = int.from_bytes(config[at : at + 4], "little")
+        if head & 0xFFFF == _ACS:
+            return bool(int.from_bytes(config[at + 6 : at + 8], "little") & _REDIRECTS)
+        at = head >> 20
+        if not at:
+            break
+    return False
 
 
 def known_hang(evidence: Evidence) -> Iterator[Verdict]:

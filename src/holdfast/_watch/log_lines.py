@@ -159,7 +159,7 @@ INIT = re.compile(r"comm 0x\w+ rank (\d+) nranks (\d+) .*?commId (0x\w+) - Init 
 MISMATCH = re.compile(r"peer (\S+?)(?:<\d+>)? collective mismatch error, local size (\d+) remote size (\d+)")
 NCCL_MEMORY = re.compile(r"out of memory|Failed to CUDA (?:calloc|host alloc)|Failed to allocate")
 VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
-BARRIER = re.compile(r"Ranks? ([\d, ]+?) failed to pass monitoredBarrier")
+BARRIER = re.compile(r"Ranks? (\d{1,6}(?:, ?\d{1,6})*) failed to pass monitoredBarrier")
 WORLD = re.compile(r"\bworld[ _-]size[ =:]+(\d{1,6})\b", re.IGNORECASE)
 STEPS = re.compile(r"(\d+)(?:/\d+)? ?(?:it|batch|batches|step|steps)? \[\d+:\d\d")
 NAMED = re.compile(r"\b[Rr]ank ?(\d{1,6})\b")

@@ -130,7 +130,8 @@ def zero3_order(evidence: Evidence) -> Iterator[Verdict]:
     if remarks and gathers:
         yield Verdict(
             "branch",
-            "signature",
+            # Healthy jobs write it at every step, if their modules change all the time.
+            "signature" if len(remarks) == 1 else "absence",
             "DeepSpeed ZeRO-3 met other modules than in the step before; a rank that skips a module gathers "
             "none of its parameters",
             operation=gathers[0].name,
@@ -139,6 +140,21 @@ def zero3_order(evidence: Evidence) -> Iterator[Verdict]:
             others=(
                 "Make modules that not every rank enters leaf modules (deepspeed.utils.set_z3_leaf_modules).",
             ),
+        )
+
+
+def monitored(evidence: Evidence) -> Iterator[Verdict]:
+    """A monitoredBarrier of torch has told who did not come: all of them, or the first one."""
+    told = max(evidence.of("barrier"), key=lambda one: len(one.values[0]), default=None)
+    if told is not None:
+        ranks = tuple(map(int, told.values[0].split(",")))
+        yield Verdict(
+            "late",
+            "absence",
+            f"{listed(ranks)} did not come to a monitoredBarrier",
+            ranks,
+            seen=(_seen(told),),
+            others=("Late, stuck or on another path: the stacks of these ranks tell, taken twice.",),
         )
 
 
@@ -209,4 +225,4 @@ def _seen(remark: Remark) -> Observation:
     return Observation(remark.text[:200], remark.source)
 
 
-RULES = (died, fingerprints, nccl_mismatch, uneven_data, closing, opening, zero3_order, ras)
+RULES = (died, fingerprints, nccl_mismatch, uneven_data, monitored, closing, opening, zero3_order, ras)
