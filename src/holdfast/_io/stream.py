@@ -25,6 +25,10 @@ from holdfast._store.base import Writer
 from holdfast._values import Buffer
 
 
+SUMMED = 16 << 20
+"""Bytes whose sums are computed at once, of memory that lies as in the file."""
+
+
 class ChunkSource:
     """The bytes of one planned chunk in memory."""
 
@@ -140,14 +144,15 @@ class Stream:
         nbytes, block = source.nbytes, source.block
         step = max(BATCH // block, 1) * block  # several blocks make one buffer, or are gathered by one copy
         if source.address:
+            if sums is not None:
+                for low in range(0, nbytes, SUMMED):
+                    view = memoryview(source.direct(low, min(SUMMED, nbytes - low)))
+                    self._unsummed.append(_Unsummed(sums, source, low, view))
             for low in range(0, nbytes, step):
                 length = min(step, nbytes - low)
                 if self._size + length > BATCH:
                     self.flush()
-                view = memoryview(source.direct(low, length))
-                if sums is not None:
-                    self._unsummed.append(_Unsummed(sums, source, low, view))
-                self.add_blocks(view, block)
+                self.add_blocks(memoryview(source.direct(low, length)), block)
             return
         for low in range(0, nbytes, step):
             length = min(step, nbytes - low)
