@@ -176,7 +176,7 @@ class Stream:
 
 
 class _Unsummed(NamedTuple):
-    """Bytes of a batch whose sums are not computed yet."""
+    """Bytes whose sums are not computed yet."""
 
     sums: Sums
     source: ChunkSource
@@ -250,7 +250,8 @@ def _one_thread(stack: ExitStack) -> Executor | None:
     except RuntimeError:  # no more threads, or the process is about to end
         pool.shutdown(wait=False, cancel_futures=True)
         return None
-    return stack.enter_context(pool)
+    stack.callback(pool.shutdown, cancel_futures=True)  # after an error nobody needs the sums
+    return pool
 
 
 def simple_addresses(table: ShardTable, chunks: PlannedRows) -> list[int]:
