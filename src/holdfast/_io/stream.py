@@ -24,7 +24,6 @@ from holdfast._plan.shard_table import PlannedRows, ShardTable, contiguous_at
 from holdfast._store.base import Writer
 from holdfast._values import Buffer
 
-
 SUMMED = 16 << 20
 """Bytes whose sums are computed at once, of memory that lies as in the file."""
 
