@@ -123,8 +123,24 @@ for needs in (1 << 20, 1 << 30):
 """
 
 
-def test_a_process_that_the_kernel_has_killed_for_its_memory_is_told() -> None:
-    """In a cgroup of 200 MiB, of version 1 or 2; another SIGKILL is not told so."""
+NEEDS_MORE_MEMORY = """
+import mmap, os, sys, tempfile, time
+from holdfast._roster.process import memory_stall
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+file = tempfile.TemporaryFile(dir=sys.argv[2])
+for _ in range(260):
+    file.write(os.urandom(1 << 20))
+file.flush()
+pages, before, ends = mmap.mmap(file.fileno(), 0), memory_stall(), time.monotonic() + 30
+while memory_stall() < before + 0.1 and time.monotonic() < ends:
+    sum(pages[::4096])
+print(memory_stall() - before)
+"""
+
+
+@contextmanager
+def small_cgroup() -> Iterator[str]:
+    """A folder of a cgroup of 200 MiB, of version 1 or 2."""
     groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     version, path = min(
         (0, path) if kinds == "memory" else (1, path) for _, kinds, path in groups if kinds in ("", "memory")
@@ -139,15 +155,33 @@ def test_a_process_that_the_kernel_has_killed_for_its_memory_is_told() -> None:
             folder.rmdir()
         pytest.skip(f"no cgroup can be made here: {error}")
     try:
-        command = [sys.executable, "-c", IN_A_SMALL_CGROUP, str(folder)]
-        told = subprocess.run(
-            command, capture_output=True, text=True, timeout=100, check=True
-        ).stdout.splitlines()
+        yield str(folder)
     finally:
         wait_until(lambda: not (folder / "cgroup.procs").read_text())
         folder.rmdir()
+
+
+def printed_in(folder: str, program: str, *args: str) -> list[str]:
+    command = [sys.executable, "-c", program, folder, *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    return done.stdout.splitlines()
+
+
+def test_a_process_that_the_kernel_has_killed_for_its_memory_is_told() -> None:
+    """Another SIGKILL is not told so."""
+    with small_cgroup() as folder:
+        told = printed_in(folder, IN_A_SMALL_CGROUP)
     killed = "its process was killed by SIGKILL"
     assert told == [killed, f"{killed}; {process.OOM}"]
+
+
+def test_waiting_for_memory_is_seen() -> None:
+    """The pages of a file that it uses all the time are taken from it, and read again."""
+    if not Path("/proc/pressure/memory").exists():
+        pytest.skip("this kernel does not tell who waits for memory")
+    with small_cgroup() as folder:
+        [seconds] = printed_in(folder, NEEDS_MORE_MEMORY, "/var/tmp")  # on a disk
+    assert float(seconds) >= 0.1
 
 
 def test_the_state_of_a_process_shows_while_it_can_do_nothing() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from holdfast._watch.answering import summary
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.evidence import AT_EXIT, Call, Ending, Operation, Rank, Source, Stack
 from holdfast._watch.own_stacks import activity_here
@@ -165,6 +166,17 @@ def test_a_rank_that_wakes_again_and_again_on_one_line_may_come(
     said = diagnose(read_all([str(tmp_path)]))
     assert (said.verdict.kind if said.verdict is not None else None) == kind
     assert (said.verdict or said.possible[0]).ranks == (3,)
+
+
+def test_machines_that_wait_for_memory_are_told(tmp_path: Path) -> None:
+    for rank, starved in enumerate([0.02, 0.49, 0.93, 0.61]):
+        answer = {"roll_call": Rank(rank, starved=starved), "members": {}, "world_size": 4, "by": rank}
+        (tmp_path / f"rank-{rank}.json").write_bytes(msgspec.json.encode(answer))
+    evidence = read_all([str(tmp_path)])
+    said = diagnose(evidence)
+    words = "ranks 2-3: waited for memory up to 93% of the time between the two looks"
+    assert [(one.kind, one.ranks, one.summary) for one in said.possible] == [("late", (2, 3), words)]
+    assert f"  {words}." in summary("somebody asks", said, evidence, "").splitlines()
 
 
 def test_wakes_of_a_thread_are_counted() -> None:

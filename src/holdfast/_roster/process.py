@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import os
+import re
 import secrets
 import signal
 import socket
@@ -107,6 +108,16 @@ def oom_kills() -> int:
             if "oom_kill" in told:
                 return int(told["oom_kill"])
     return 0
+
+
+def memory_stall() -> float:
+    """Return the seconds in which something in this one's cgroup, or else on this machine, has waited for
+    memory: for room, or for pages that were taken from it. 0 where the kernel does not tell."""
+    own = [line[3:] for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")]
+    for place in (*(f"/sys/fs/cgroup{path}/memory.pressure" for path in own), "/proc/pressure/memory"):
+        if (found := re.search(r"^some .* total=(\d+)", _read(place))) is not None:
+            return int(found[1]) / 1e6
+    return 0.0
 
 
 @cache

@@ -30,6 +30,7 @@ from holdfast._watch.dumps import read_roll_call, read_stacks
 from holdfast._watch.evidence import CUT_OFF, Ending, Evidence, Rank, Source, Stack
 from holdfast._watch.own_stacks import activity_here, evidence_here, stacks_here
 from holdfast._watch.positions import position_of_rank
+from holdfast._watch.rules_stacks import waited_for_memory
 from holdfast._watch.shared_call import ROLL_CALLS, Part, parts, read_answers, take_part
 from holdfast._watch.verdict import Diagnosis, listed
 
@@ -113,9 +114,11 @@ class Answering:
         self._over.wait(self._pace + GRACE + 0.1 * near.index(rank))
         held = self._stand_in(near)
         later = self._later(found, began + self._asked.pause)
-        cpu, moved, woken = (after - then for after, then in zip(activity_here(), before, strict=True))
-        busy = round(cpu / max(time.monotonic() - began, 0.1), 3)
-        seen = {"later": later, "busy": busy, "moved": int(moved), "woken": int(woken)}
+        spent = (after - then for after, then in zip(activity_here(), before, strict=True))
+        cpu, moved, woken, stalled = spent
+        span = max(time.monotonic() - began, 0.1)
+        busy, starved = round(cpu / span, 3), round(stalled / span, 3)
+        seen = {"later": later, "busy": busy, "moved": int(moved), "woken": int(woken), "starved": starved}
         self._put(rank, msgspec.structs.replace(found, **seen), members)
         for other, one in held.items():
             self._put(other, _seen_again(one), {})
@@ -367,6 +370,8 @@ def summary(why: str, found: Diagnosis, evidence: Evidence, folder: str) -> str:
         lines.append(f"  {listed(ranks)}: {place}")
     if silent := set(range(found.world_size or 0)) - evidence.ranks.keys():
         lines.append(f"  {listed(silent)}: no answer. py-spy dump --pid PID, on its host, tells where it is.")
+    if short := evidence.short_of_memory():
+        lines.append(f"  {listed(set(short))}: {waited_for_memory(short)}.")
     lines += [f"  {remark.text}" for remark in evidence.of("job")]
     if folder:
         lines.append(f"  holdfast diagnose {folder} tells more.")

@@ -36,6 +36,7 @@ class _Seen:
         self.later: list[Stack] = []
         self.busy: float | None = None
         self.moved = self.woken = 0
+        self.starved = 0.0
         self.state = self.phase = ""
         self.steps: int | None = None
         self.last: Source | None = None
@@ -124,6 +125,7 @@ class Collector:
                 seen.busy,
                 seen.moved,
                 seen.woken,
+                seen.starved,
                 seen.state,
                 seen.steps,
                 seen.phase,

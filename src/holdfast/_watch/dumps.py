@@ -284,4 +284,5 @@ def read_roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
     seen.stacks += [stack for stack in found.stacks if stack.calls]
     seen.later += [stack for stack in found.later if stack.calls]
     seen.busy, seen.moved, seen.woken = found.busy, found.moved, found.woken
+    seen.starved = found.starved
     seen.state, seen.phase, seen.steps = found.state, found.phase, found.steps

@@ -36,6 +36,8 @@ class Call(NamedTuple):
         return f"{self.function} ({name}:{self.line})" if self.line else f"{self.function} ({name})"
 
 
+STARVED = 0.5
+"""The part of the time from which on waiting for memory explains that a rank is slow."""
 OPERATION = "holdfast-operation"
 """The thread that does what the main thread has called for (`protocol.runner`)."""
 AT_EXIT = Call("_run_exitfuncs", "atexit")
@@ -167,6 +169,9 @@ class Rank(msgspec.Struct, frozen=True):
     """The bytes that it has moved between the two looks, in files and over connections."""
     woken: int = 0
     """How often its main thread has waited and gone on between the two looks."""
+    starved: float = 0.0
+    """The part of the time between the two looks in which its cgroup, or its machine, has waited for
+    memory."""
     state: str = ""
     """What the kernel shows of it, such as `stopped by a signal`."""
     steps: int | None = None
@@ -232,6 +237,10 @@ class Evidence(msgspec.Struct, frozen=True):
         for rank in self.ranks.values():
             for operation in rank.operations:
                 yield rank.rank, operation
+
+    def short_of_memory(self) -> dict[int, float]:
+        """Return the ranks of machines that mostly waited for memory between the two looks, and how much."""
+        return {rank.rank: rank.starved for rank in self.ranks.values() if rank.starved >= STARVED}
 
     def shown(self) -> dict[int, Stack]:
         """Return the main thread of each rank whose stacks are known."""

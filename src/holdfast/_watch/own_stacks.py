@@ -16,7 +16,7 @@ import msgspec
 from holdfast import events
 from holdfast._exits import uncaught
 from holdfast._roster.beacon import Presence
-from holdfast._roster.process import activity, wakes
+from holdfast._roster.process import activity, memory_stall, wakes
 from holdfast._torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import MOST_CALLS, operations_of
@@ -54,16 +54,16 @@ def stacks_here(ways: bool = False) -> tuple[Stack, ...]:
     )
 
 
-def activity_here() -> tuple[float, float, int]:
+def activity_here() -> tuple[float, float, int, float]:
     """Return the seconds of CPU time of the program's threads and children, the bytes that these have moved,
-    and how often the main thread has waited and gone on; zeros where that can't be read. A child that comes
-    or goes counts as movement, too."""
+    how often the main thread has waited and gone on, and the seconds in which the machine has waited for
+    memory; zeros where that can't be read. A child that comes or goes counts as movement, too."""
     with suppress(OSError, ValueError):
         cpu, moved = activity()
         ours = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("holdfast-")}
         woken = wakes(threading.main_thread().native_id or 0)
-        return sum(cpu[thread] for thread in cpu.keys() - ours), float(sum(moved)), woken
-    return 0.0, 0.0, 0
+        return sum(cpu[thread] for thread in cpu.keys() - ours), float(sum(moved)), woken, memory_stall()
+    return 0.0, 0.0, 0, 0.0
 
 
 def _stack(thread: str, frame: FrameType | None, with_ways: bool) -> Stack:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from holdfast._watch.evidence import CUT_OFF, Evidence, Rank, Stack
 from holdfast._watch.positions import (
@@ -262,4 +262,20 @@ def held(evidence: Evidence) -> Iterator[Verdict]:
         )
 
 
-RULES = (held, by_stacks)
+def starved(evidence: Evidence) -> Iterator[Verdict]:
+    """What a machine does that waits for memory is slow, wherever it is found."""
+    if short := evidence.short_of_memory():
+        yield Verdict(
+            "late",
+            "absence",
+            f"{listed(set(short))}: {waited_for_memory(short)}",
+            tuple(sorted(short)),
+            others=("Its memory, or that of its cgroup, is full: `free`, `memory.max` and swap tell.",),
+        )
+
+
+def waited_for_memory(short: Mapping[int, float]) -> str:
+    return f"waited for memory up to {max(short.values()):.0%} of the time between the two looks"
+
+
+RULES = (held, by_stacks, starved)
