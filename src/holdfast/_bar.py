@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import select
 import shutil
 import sys
 import time
 from contextlib import suppress
 
+from holdfast._options import may_draw
 from holdfast._values import printable, size_text
 
 AFTER, EVERY, CELLS = 2.0, 0.2, 24
 """Seconds before it is drawn first, and between two times; its length."""
 _CLEARED = "\r\x1b[K"
-own = os.environ.get("HOLDFAST_BAR") != "0"
+own = True
 """Whether this process may draw it: a command draws a bar of its own."""
 
 
@@ -30,7 +30,7 @@ class Bar:
         self._next, self._drawn = self._begun + AFTER, False
         self._stream = sys.stderr
         with suppress(AttributeError, ValueError):  # there is none, or it is closed
-            if own and self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            if own and may_draw() and self._stream.isatty():
                 return
         self._next = float("inf")
 

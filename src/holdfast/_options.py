@@ -174,6 +174,11 @@ def roll_call_folder() -> str:
     return os.environ.get("HOLDFAST_ROLL_CALLS", "") or event_folder()
 
 
+def may_draw() -> bool:
+    """Return whether a bar may be drawn on a terminal: HOLDFAST_BAR is not 0, and TERM not "dumb"."""
+    return os.environ.get("HOLDFAST_BAR") != "0" and os.environ.get("TERM") != "dumb"
+
+
 def ranks_of_this_host(rank: int, world_size: int) -> list[int]:
     """Return the ranks of this host, by torchrun's variables; without these, of the 64 around this rank."""
     size, local = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("LOCAL_RANK", "")

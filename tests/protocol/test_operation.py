@@ -106,6 +106,10 @@ def test_no_bar_where_nobody_waits_or_the_log_tells(
         with monkeypatch.context() as forbidden:
             forbidden.setattr(_bar, "own", False)
             holdfast.load(state, tmp_path / "it", job=ALONE)
+        for name, value in (("HOLDFAST_BAR", "0"), ("TERM", "dumb")):
+            with monkeypatch.context() as forbidden:
+                forbidden.setenv(name, value)
+                holdfast.load(state, tmp_path / "it", job=ALONE)
         monkeypatch.setattr(_bar, "AFTER", 3600.0)
         holdfast.load(state, tmp_path / "it", job=ALONE)
         assert shown(end) == ""

@@ -24,8 +24,8 @@ from holdfast._plan.shard_table import PlannedRows, ShardTable, contiguous_at
 from holdfast._store.base import Writer
 from holdfast._values import Buffer
 
-SUMMED = 16 << 20
-"""Bytes whose sums are computed at once, of memory that lies as in the file."""
+SUMMED = 8
+"""Buffers whose sums are computed at once, of memory that lies as in the file: 16 MiB, mostly."""
 
 
 class ChunkSource:
@@ -130,7 +130,8 @@ class Stream:
             _sum(unsummed)
 
     def _end_sums(self) -> None:
-        # From the last on: the thread beside goes on from the first. No deadline: it is arithmetic in memory.
+        # From the last on: the thread beside goes on from the first. So this waits at most for the one that
+        # is being computed: milliseconds of arithmetic, over some 18 MiB of memory.
         while self._summing:
             summing, unsummed = self._summing.pop()
             if summing.cancel():
@@ -143,14 +144,13 @@ class Stream:
         nbytes, block = source.nbytes, source.block
         step = max(BATCH // block, 1) * block  # several blocks make one buffer, or are gathered by one copy
         if source.address:
-            if sums is not None:
-                for low in range(0, nbytes, SUMMED):
-                    view = memoryview(source.direct(low, min(SUMMED, nbytes - low)))
-                    self._unsummed.append(_Unsummed(sums, source, low, view))
             for low in range(0, nbytes, step):
                 length = min(step, nbytes - low)
                 if self._size + length > BATCH:
                     self.flush()
+                if sums is not None and low % (SUMMED * step) == 0:
+                    view = memoryview(source.direct(low, min(SUMMED * step, nbytes - low)))
+                    self._unsummed.append(_Unsummed(sums, source, low, view))
                 self.add_blocks(memoryview(source.direct(low, length)), block)
             return
         for low in range(0, nbytes, step):

@@ -101,7 +101,7 @@ class Operation:
             on_late=self._on_late,
             inquiry=None if self.alone else Inquiry(self.roster),
             blocks=self.presence.about["blocks"],
-            mine=self.presence.beacon.keys,
+            mine=self._keys,
             who=f"rank {me.rank} (host {me.host}, pid {me.pid})",
             hint=_HINTS.get(kind, ""),
             about=self._signature.about,
@@ -111,6 +111,9 @@ class Operation:
             self.presence.beacon.watch.lost_after = call.limits.lost_after
             self.presence.beacon.keep_pace(call.limits.stall_timeout)
         self.emit("entered")
+
+    def _keys(self) -> list[str]:
+        return [presence.operation for presence in self.presence.beacon.operations]
 
     def emit(self, name: str, **fields: object) -> None:
         events.emit(f"{self.kind}.{name}", rank=self.roster.rank, step=self.step, path=self.place, **fields)

@@ -177,11 +177,6 @@ class Beacon:
         with self._lock:
             return list(self._operations.values())
 
-    def keys(self) -> list[str]:
-        """Return the keys of the operations that this rank is in."""
-        with self._lock:
-            return [key for _, key in self._operations]
-
     def message(self) -> Message:
         who = msgspec.structs.replace(self.who, dump_signal=stack_dump.signal, dump_file=stack_dump.file)
         with self._lock:
