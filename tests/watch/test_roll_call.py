@@ -100,6 +100,8 @@ def test_a_record_that_does_not_tell_a_timeout_is_read_once_a_collective(
 
 def test_of_a_process_that_uses_cuda_only_numbers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the time of a call is known without. That a graph can be captured meanwhile, a test on a GPU shows."""
+    # The record keeps the groups of earlier tests of this process.
+    before = {key for key, _, _ in roll_call._statuses()}
     dist.init_process_group(
         "gloo",
         store=dist.HashStore(),  # type: ignore[attr-defined]
@@ -112,12 +114,40 @@ def test_of_a_process_that_uses_cuda_only_numbers_are_read(monkeypatch: pytest.M
         dist.all_reduce(torch.ones(1))
         assert any(record.get("entries") for record in flight_records(entries=True))
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        records = flight_records(entries=True)
-        assert not any(record.get("entries") for record in records)
-        assert [record["pg_status"]["0"]["last_enqueued_collective"] for record in records if record] == ["1"]
-        assert roll_call.Pending()._limit((0, "0"), 0) == 50.0
+        assert not any(record.get("entries") for record in flight_records(entries=True))
+        [(key, enqueued, _)] = [one for one in roll_call._statuses() if one[0] not in before]
+        assert enqueued == 1
+        assert roll_call.Pending()._limit(key, 0) == 50.0
     finally:
         dist.destroy_process_group()
+
+
+def test_a_collective_of_an_earlier_process_group_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that aborts its groups and begins again in the same process leaves their calls in the record."""
+    monkeypatch.setattr(roll_call, "NOTICED", 0.0)
+    monkeypatch.setattr(roll_call, "SHARE", 0.0001)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    pair: list[Any] = [None, None]
+
+    def join(rank: int) -> None:
+        pair[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))  # type: ignore[attr-defined]
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    one, other = torch.ones(1), torch.ones(1)
+    works = [pair[0].allreduce([one])]
+    pending = roll_call.Pending()
+    wait_until(lambda: pending.too_long() is not None)
+    later = roll_call.RollCall(MemoryRoster(0, 2))
+    for _ in range(5):
+        assert later._pending.too_long() is None
+        time.sleep(0.01)
+    works.append(pair[1].allreduce([other]))
+    for work in works:
+        work.wait()
 
 
 @pytest.mark.gpu

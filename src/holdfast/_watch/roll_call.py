@@ -143,6 +143,7 @@ class RollCall:
         self.interval = pace(roster.world_size)
         self._roster = ref(roster)  # it lives as long as its process group
         self._pending = Pending()
+        self._pending.tell()  # calls that were aborted with an earlier process group stay pending in the record
         self._number = 0
         """Of the next call."""
         self._thread: threading.Thread | None = None
