@@ -77,7 +77,9 @@ def test_stock_preparation_under_megatron_fsdp_never_saves(tmp_path: Path) -> No
     assert "saved" not in said
 
 
-@pytest.mark.parametrize("offloads", [None, pytest.param(0.0, marks=pytest.mark.soak), 1.0])
+@pytest.mark.parametrize(
+    "offloads", [*(pytest.param(share, marks=pytest.mark.soak) for share in (None, 0.0)), 1.0]
+)
 def test_megatron_fsdp_saves_and_loads_through_bridges_own_functions(
     offloads: float | None, tmp_path: Path
 ) -> None:

@@ -42,7 +42,8 @@ KINDS: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "zero3-sub-groups": (3, False, {"sub_group_size": 40}, {}),
 }
 """Stage, bf16, settings of `zero_optimization`, other settings."""
-Saved = dict[str, tuple[Path, jobs.State, list[float]]]
+IN_SOAK = {"zero1-bf16", "zero2-aligned", "zero3-bf16"}
+EACH = [pytest.param(name, marks=[pytest.mark.soak] if name in IN_SOAK else []) for name in KINDS]
 
 
 def run(size: int, job: Any, *args: Any) -> Any:
@@ -51,15 +52,23 @@ def run(size: int, job: Any, *args: Any) -> Any:
         return world.run(job, *args, timeout=40)[0]
 
 
+class Saved(dict[str, tuple[Path, jobs.State, list[float]]]):
+    """Checkpoints of each kind, by two ranks; what they had; and the losses of the steps after it."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, name: str) -> tuple[Path, jobs.State, list[float]]:
+        folder = self._root / name
+        self[name] = (folder, *run(2, jobs.save, str(folder), *KINDS[name]))
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
-    """Checkpoints of each kind, by two ranks; what they had; and the losses of the steps after it."""
     root = tmp_path_factory.mktemp("zero")
-    made: Saved = {}
-    for name, kind in KINDS.items():
-        folder = root / name
-        made[name] = (folder, *run(2, jobs.save, str(folder), *kind))
-    yield made
+    yield Saved(root)
     shutil.rmtree(root)
 
 
@@ -69,7 +78,7 @@ def imported(folder: Path, out: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", EACH)
 def test_an_import_is_what_the_engine_had(name: str, saved: Saved, tmp_path: Path) -> None:
     folder, had, _ = saved[name]
     found = imported(folder, tmp_path / "out")
@@ -118,7 +127,7 @@ def test_a_program_without_deepspeed_trains_on(name: str, saved: Saved, tmp_path
     )
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", EACH)
 def test_an_engine_goes_on_with_four_ranks_and_then_with_three(
     name: str, saved: Saved, tmp_path: Path
 ) -> None:
@@ -142,7 +151,10 @@ def test_an_engine_goes_on_with_four_ranks_and_then_with_three(
         place = tmp_path / str(size)
 
 
-@pytest.mark.parametrize(("name", "stage", "size"), [("zero1", 3, 2), ("zero3", 1, 3), ("zero3-bf16", 2, 4)])
+@pytest.mark.parametrize(
+    ("name", "stage", "size"),
+    [("zero1", 3, 2), ("zero3", 1, 3), pytest.param("zero3-bf16", 2, 4, marks=pytest.mark.soak)],
+)
 def test_an_engine_of_another_stage_goes_on(name: str, stage: int, size: int, saved: Saved) -> None:
     folder, had, after = saved[name]
     bf16 = KINDS[name][1]
@@ -212,7 +224,7 @@ def test_an_engine_names_a_missing_file(saved: Saved, tmp_path: Path) -> None:
     assert "which rank 0 of 2 has written" in run(3, jobs.tried, str(folder), 3)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_parameter_groups_are_found_by_their_parameters(stage: int, saved: Saved) -> None:
     folder = str(saved[f"zero{stage}"][0])
     assert run(3, jobs.tried, folder, stage, "swapped") == [0.0, 0.1]

@@ -97,7 +97,7 @@ def test_a_second_job_in_one_run_folder_is_told(tmp_path: Path, jobs: Any) -> No
     assert holdfast.Checkpoints(tmp_path).steps() == [0, 2], "no step of the first job is gone"
 
 
-@pytest.mark.parametrize("end", ["close", "exit", "kill"])
+@pytest.mark.parametrize("end", ["close", pytest.param("exit", marks=pytest.mark.soak), "kill"])
 def test_the_folder_of_a_job_that_has_ended_is_taken_at_once(tmp_path: Path, jobs: Any, end: str) -> None:
     first = jobs(tmp_path, 0, *(["close"] if end == "close" else []))
     assert first.save() == "saved"

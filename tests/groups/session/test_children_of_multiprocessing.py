@@ -48,7 +48,14 @@ def launch(how: str, folder: str) -> list[int | None]:
     return [process.exitcode for process in ranks]
 
 
-@pytest.mark.parametrize("how", ["returns", "exits with 0", "exits with 3", "raises"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(pytest.param(how, marks=pytest.mark.soak) for how in ("exits with 0", "raises")),
+        "returns",
+        "exits with 3",
+    ],
+)
 def test_one_that_ends_well_ends_nobody_and_its_last_save_is_committed(how: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", __name__, how, str(tmp_path)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -80,7 +80,7 @@ def volume(boxes: list[Box]) -> int:
     return sum(box.volume for box in boxes)
 
 
-@pytest.mark.parametrize(("name", "layout"), [*LAYOUTS, *soak(*MORE)], ids=str)
+@pytest.mark.parametrize(("name", "layout"), [LAYOUTS[0], *LAYOUTS[3:], *soak(*LAYOUTS[1:3], *MORE)], ids=str)
 def test_what_is_fetched_for_a_rank_is_what_its_load_reads(
     name: str, layout: Layout, published: dict[str, Path], mcore_world: ProcessWorld
 ) -> None:
@@ -106,7 +106,7 @@ def test_what_is_fetched_for_a_rank_is_what_its_load_reads(
                 assert boxes == loose[tensor]
 
 
-@pytest.mark.parametrize(("name", "layout"), [LAYOUTS[0], LAYOUTS[3], *soak(LAYOUTS[2], MORE[0])], ids=str)
+@pytest.mark.parametrize(("name", "layout"), [LAYOUTS[3], *soak(LAYOUTS[0], LAYOUTS[2], MORE[0])], ids=str)
 def test_hosts_load_their_own_folders_with_nothing_else_present(
     name: str, layout: Layout, published: dict[str, Path], mcore_world: ProcessWorld, tmp_path: Path
 ) -> None:
@@ -164,7 +164,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(pp=2, vpp=2, ep=4), Layout(tp=2, ep=2, etp=2), *soak(TRAINED)], ids=str
+    "layout", [Layout(tp=2, ep=2, etp=2), *soak(Layout(pp=2, vpp=2, ep=4), TRAINED)], ids=str
 )
 def test_a_slice_of_a_checkpoint_resumes_a_model_and_its_optimizer(
     layout: Layout, step: Path, mcore_world: ProcessWorld, tmp_path: Path

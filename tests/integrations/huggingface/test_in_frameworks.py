@@ -165,10 +165,9 @@ def import_model(
     absent: int | None = None,
     installed: bool = True,
     whole: bool = False,
-    preload: str = "bridges",
 ) -> list[tuple[str, list[str]]]:
     """NeMo RL's world: `train` of `ranks` ranks import a model at start-up, the others generate."""
-    with ProcessWorld(ranks, preload=preload) as world:
+    with ProcessWorld(ranks, preload="bridges") as world:
         return world.run(
             jobs.import_of_some,
             str(published),
@@ -205,7 +204,7 @@ def test_stock_import_waits_for_ranks_that_do_not_train(published: Path, tmp_pat
 
 @NEMO_RL
 def test_an_import_is_of_the_ranks_that_train(published: Path, tmp_path: Path) -> None:
-    found = import_model(published, tmp_path, 6, 4, preload=ANEW)
+    found = import_model(published, tmp_path, 6, 4)
     assert_imported(found, tmp_path, published, 4)
 
 

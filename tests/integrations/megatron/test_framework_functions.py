@@ -333,7 +333,7 @@ def test_only_their_own_barriers_are_left(saved: Saved) -> None:
     assert saved.collectives == [["barrier"] * BARRIERS[saved.name]] * RANKS
 
 
-@pytest.mark.parametrize("layout", [HOME, OTHER], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(HOME, marks=pytest.mark.soak), OTHER], ids=str)
 def test_loads(saved: Saved, layout: Layout, tmp_path: Path) -> None:
     with ProcessWorld(RANKS) as world:
         found = world.run(load_and_save, saved.name, layout, str(tmp_path), str(saved.folder), timeout=120)

@@ -71,11 +71,9 @@ def load_save_train(
 
 Saved = tuple[Path, list[tuple[list[float], Groups]]]
 CASES = [
-    (FUSED, HOME),
     (FUSED, Layout(ep=4)),
     (PRECISE, HOME),
-    (PLAIN, HOME),
-    pytest.param(EXPERTS_FIRST, HOME, marks=pytest.mark.soak),
+    *(pytest.param(recipe, HOME, marks=pytest.mark.soak) for recipe in (FUSED, PLAIN, EXPERTS_FIRST)),
     *(pytest.param(recipe, Layout(tp=2, pp=2), marks=pytest.mark.soak) for recipe in (FUSED, PRECISE)),
 ]
 

@@ -123,9 +123,14 @@ CASES = {
     Layout(tp=2, ep=2, etp=2): ALL,
     Layout(pp=2, vpp=2, ep=2): (deepseek(4),),
 }
+SHORT = (DP4_EP2, Layout(tp=2, ep=2, etp=2), Layout(pp=2, vpp=2, ep=2))
 
 
-@pytest.mark.parametrize("layout", CASES, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=[] if each in SHORT else [pytest.mark.soak]) for each in CASES],
+    ids=str,
+)
 def test_each_element_of_a_model_is_written_once(layout: Layout, mcore_world: ProcessWorld) -> None:
     said = mcore_world.run(of_models, layout, CASES[layout], timeout=120)
     for number, recipe in enumerate(CASES[layout]):
