@@ -42,7 +42,10 @@ KINDS = {name: kind for taken in TAKES.values() for kinds in taken.values() for 
 def class_of(name: str) -> Any:
     """The class; None if the installed torch does not have it."""
     module, _, last = name.rpartition(".")
-    return getattr(import_module(module), last, None)
+    try:
+        return getattr(import_module(module), last, None)
+    except ModuleNotFoundError:
+        return None
 
 
 class Swapping(Transform):  # type: ignore[misc]

@@ -93,7 +93,7 @@ def save(
         given = understand("save", checkpoint_id, storage_writer=storage_writer, planner=planner)
     except OnlyTorch as why:
         named = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
-        ranks = {"process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
+        ranks = _given(process_group=process_group, no_dist=no_dist, use_collectives=use_collectives)
         theirs: Metadata = _torchs("save", why, job, objects_may_differ)(state_dict, **named, **ranks)
         return theirs
     store, job = open_store(given.folder), stock(job, process_group, no_dist)
@@ -121,7 +121,8 @@ def load(
         given = understand("load", checkpoint_id, storage_reader=storage_reader, planner=planner)
     except OnlyTorch as why:
         named = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader, "planner": planner}
-        _torchs("load", why, job)(state_dict, **named, process_group=process_group, no_dist=no_dist)
+        ranks = _given(process_group=process_group, no_dist=no_dist)
+        _torchs("load", why, job)(state_dict, **named, **ranks)
         return
     store, job = open_store(given.folder), stock(job, process_group, no_dist)
     request = LoadRequest(
@@ -169,12 +170,10 @@ def async_save(
     try:
         given = understand("async_save", checkpoint_id, **named)
     except OnlyTorch as why:
-        ranks = {"process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
-        kind = {} if async_checkpointer_type is None else {"async_checkpointer_type": async_checkpointer_type}
+        ranks = _given(process_group=process_group, no_dist=no_dist, use_collectives=use_collectives)
+        named = _given(async_checkpointer_type=async_checkpointer_type, **named)
         save_there = _torchs("async_save", why, job, objects_may_differ)
-        theirs: Future[Metadata] = save_there(
-            state_dict, checkpoint_id=checkpoint_id, **named, **ranks, **kind
-        )
+        theirs: Future[Metadata] = save_there(state_dict, checkpoint_id=checkpoint_id, **named, **ranks)
         return theirs
     store, job = open_store(given.folder), stock(job, process_group, no_dist)
 
@@ -254,6 +253,12 @@ def _torchs(name: str, why: OnlyTorch, job: Job | None = None, objects_may_diffe
     from torch.distributed import checkpoint as theirs
 
     return getattr(theirs, name)
+
+
+def _given(**named: object) -> dict[str, object]:
+    """Return the arguments that are not left at their defaults: an older torch has not all of them."""
+    defaults = {"no_dist": False, "use_collectives": True}
+    return {name: value for name, value in named.items() if value is not defaults.get(name)}
 
 
 @contextmanager
