@@ -34,6 +34,7 @@ from holdfast._protocol.call import find_roster
 from holdfast._protocol.job import Job, defaults, job_of, limits_of
 from holdfast._roster.beacon import Beacon, beacon_of
 from holdfast._roster.process import stack_dump
+from holdfast._torch_private import forget_groups
 from holdfast._watch.known import affects, versions_here
 from holdfast._watch.roll_call import RollCall
 from holdfast.errors import BadInput
@@ -98,6 +99,10 @@ class _Installation:
 
         @wraps(original)
         def init_process_group(*args: object, **named: object) -> None:
+            import torch.distributed as dist
+
+            if not dist.is_initialized():
+                forget_groups()
             original(*args, **named)
             self._show()
 
