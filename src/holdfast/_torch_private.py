@@ -166,8 +166,9 @@ groups did, and later groups have their names."""
 
 def forget_groups() -> None:
     """Leave all groups that there were until now out of flight records; before a default group is made."""
-    for name, record in _dumps(entries=False):
-        _past[name] = max(map(int, record.get("pg_status", ())), default=-1)
+    with suppress(Exception):  # a program's `init_process_group` must not fail by it
+        for name, record in _dumps(entries=False):
+            _past[name] = max(map(int, record.get("pg_status", ())), default=-1)
 
 
 def flight_records(entries: bool = False) -> list[dict[str, Any]]:
