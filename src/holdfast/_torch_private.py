@@ -159,22 +159,46 @@ def is_open(group: dist.ProcessGroup) -> bool | None:
     return None
 
 
+_past: dict[str, int] = {}
+"""The last group of each flight record that went with an earlier default group. The record keeps what those
+groups did, and later groups have their names."""
+
+
+def forget_groups() -> None:
+    """Leave all groups that there were until now out of flight records; before a default group is made."""
+    with suppress(Exception):  # a program's `init_process_group` must not fail by it
+        for name, record in _dumps(entries=False):
+            _past[name] = max(map(int, record.get("pg_status", ())), default=-1)
+
+
 def flight_records(entries: bool = False) -> list[dict[str, Any]]:
     """Return torch's flight records of this process: the last numbers of each group, and with `entries` each
     collective that is still known, except of a process that uses CUDA. Empty where torch has no recorder, or
     none for the backend."""
+    records = []
+    for name, record in _dumps(entries):
+        last = _past.get(name, -1)
+        status = record.get("pg_status", {}).items()
+        record["pg_status"] = {key: value for key, value in status if int(key) > last}
+        record["entries"] = [one for one in record.get("entries", ()) if int(one["pg_id"]) > last]
+        records.append(record)
+    return records
+
+
+def _dumps(entries: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     from torch._C import _distributed_c10d as c10d
 
     # For its entries the recorder asks CUDA about events, and a graph that another thread captures meanwhile
     # fails by that (pytorch 104487); the events may also be freed meanwhile.
     entries = entries and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    records = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(c10d, name, None)
         if dump is not None:
-            with suppress(ValueError, RuntimeError):
-                records.append(json.loads(dump(includeCollectives=entries)))
-    return records
+            try:
+                record = json.loads(dump(includeCollectives=entries))
+            except (ValueError, RuntimeError):
+                continue
+            yield name, record
 
 
 def is_eager() -> bool:

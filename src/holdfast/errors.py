@@ -55,7 +55,8 @@ class RankInfo(msgspec.Struct, frozen=True):
                 who += f" {self.seconds_since_seen:.1f} s ago"
         else:
             who += ", which has not been heard of"
-        notes = "; ".join(part for part in (self.note, self.at) if part)
+        # Of a process that is stopped, the kernel's word is the answer, too.
+        notes = self.note if self.at in self.note else "; ".join(filter(None, (self.note, self.at)))
         return f"{who}: {notes}" if notes else who
 
 

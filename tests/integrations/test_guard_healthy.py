@@ -250,6 +250,53 @@ def test_a_rank_that_is_slow_to_leave_the_last_call(end: str, forks: Forks, tmp_
     assert ended.codes == [0, 0], ended.said
 
 
+ANOTHER_GROUP = """
+store = dist.distributed_c10d._get_default_store()
+while hasattr(store, "underlying_store"):
+    store = store.underlying_store
+
+
+class Late:
+    def state_dict(self):
+        time.sleep(rank)
+        return {"step": torch.ones(1)}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def again(number):
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore(number, store), rank=rank, world_size=2)
+
+
+pending = holdfast.async_save({f"own{rank}": Late()}, "FOLDER/late")
+again("second")
+assert pending.committed().path
+if rank == 1:
+    try:
+        raise ValueError("of the program")
+    except ValueError:
+        again("third")
+else:
+    pending = holdfast.async_save({"own0": torch.ones(1)}, "FOLDER/never")
+    again("third")
+    error = pending.exception()
+    assert type(error).__name__ == "RankFailed" and error.rank == 1, error
+    assert "it has destroyed its process group" in str(error), error
+holdfast.save({f"own{rank}": torch.ones(1)}, "FOLDER/last")
+print("went on")
+"""
+
+
+def test_a_group_that_is_made_anew_leaves_no_save_waiting(forks: Forks, tmp_path: Path) -> None:
+    """A save under way is waited for. One that another rank can't come to any more ends at once, and not at
+    its deadline in half an hour: in the message store, nobody answers for the rank there."""
+    program = LAST + ANOTHER_GROUP.replace("FOLDER", str(tmp_path))
+    ended = forks.run([program], [0, 1], 2, tmp_path / "terminal", 60.0)
+    assert (ended.codes, ended.said.count("went on")) == ([0, 0], 2), ended.said
+
+
 IN_A_HANDLER = """
 def last():
     time.sleep(2 * rank)

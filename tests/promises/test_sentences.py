@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.errors import BadInput, Vanished
+from holdfast.errors import BadInput, RankInfo, Vanished
 
 STATE = {"w": torch.ones(3)}
 
@@ -78,3 +78,12 @@ def test_an_argument_of_the_wrong_type_is_one_sentence(words: str, tmp_path: Pat
     with pytest.raises(BadInput, match=words):
         WRONG[words](tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+def test_what_is_known_of_a_rank_twice_is_said_once() -> None:
+    """Of one that is stopped, the kernel's word is its state, and the answer where it is."""
+    held = "it is stopped by a signal (state T)"
+    assert str(RankInfo(1, note=f"it has not entered; {held}", at=held)).count(held) == 1
+    assert str(RankInfo(1, note="it has not entered", at="a.py:1 f")).endswith(
+        ": it has not entered; a.py:1 f"
+    )

@@ -16,12 +16,12 @@ import holdfast
 from holdfast._deadline import Deadline, Limits
 from holdfast._protocol.call import begin_call
 from holdfast._protocol.core import save_steps
-from holdfast._protocol.effects import Context, Look
+from holdfast._protocol.effects import Context, Get, Look, Steps
 from holdfast._protocol.liveness import QUOTED, PeerMonitor
 from holdfast._protocol.messages import Final
 from holdfast._protocol.operation import Operation
 from holdfast._protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Transitions
-from holdfast._protocol.runner import Cancel, perform
+from holdfast._protocol.runner import GRACE, Cancel, _Ended, _wait, perform
 from holdfast._roster.beacon import Presence
 from holdfast._roster.memory import Board, MemoryRoster
 from holdfast._roster.presence import Seen
@@ -135,6 +135,25 @@ def test_a_look_for_the_outcome_counts_if_the_store_answers(
     roster.claim("save/x/0.0/outcome", {"state": "agreed"})
     presence.look(roster)
     assert presence.record()["decided"]
+
+
+def test_a_thread_whose_message_store_answers_is_not_stuck() -> None:
+    """On a busy machine it still asks who is missing, past the deadline. Else the error would blame the store."""
+    roster, began = MemoryRoster(1, 2), time.monotonic()
+    context = Context(1, (0, 1), "site/0.0", "save of x", Deadline(0.001))
+    presence, ended, done = Presence(roster, "save of x"), _Ended(), threading.Event()
+
+    def asks() -> Steps:
+        yield Get(["key"])
+
+    perform(asks(), roster, presence, Cancel())
+    assert presence.answered >= began
+    presence.answered = began + 1000
+    threading.Timer(2 * GRACE, done.set).start()
+    _wait(done, ended, context, presence)
+    presence.answered, done = began - 1000, threading.Event()
+    with pytest.raises(DeadlineExceeded, match="asks the message store, which does not answer"):
+        _wait(done, ended, context, presence)
 
 
 def test_a_lone_rank_stuck_past_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, HoldfastError
 from tests.run import jobs
 from tests.support.processes import ProcessWorld
 from tests.support.waiting import SLACK
@@ -72,6 +72,30 @@ def test_a_save_has_a_timeout_of_its_own(tmp_path: Path) -> None:
 
 def alone(run: Path, **how: Any) -> holdfast.Checkpoints:
     return holdfast.Checkpoints(run, asynchronous=False, job=ALONE, **how)
+
+
+def test_ctrl_c_in_a_save_is_raised_once(tmp_path: Path) -> None:
+    """A program that catches it and saves a last time gets the error that all ranks get, as after any failed
+    save, and not another Ctrl-C, which ends it."""
+    presses: list[BaseException] = [KeyboardInterrupt()]
+
+    class Interrupted:
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            if presses:
+                raise presses.pop()
+            return {"w": torch.ones(3)}
+
+        def load_state_dict(self, state: object) -> None: ...
+
+    run = holdfast.Checkpoints(tmp_path / "run", job=ALONE)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(1, {"model": Interrupted()})
+    assert run._queue.drain() is None, "nobody has to ask for what the call itself has raised"
+    with pytest.raises(HoldfastError, match=r"The state could not be read: KeyboardInterrupt\.?$"):
+        run.save(2, {"model": Interrupted()})
+    run.save(2, {"model": Interrupted()})
+    run.close()
+    assert run.steps() == [2]
 
 
 def test_a_step_whose_metrics_can_not_be_read_stays(tmp_path: Path) -> None:

@@ -18,17 +18,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import holdfast
 from holdfast._roster.beacon import Beacon
 from holdfast._roster.memory import MemoryRoster
 from holdfast._roster.presence import Vitals, at_key
 from holdfast._roster.process import Identity
-from holdfast._torch_private import flight_records
+from holdfast._roster.torch_store import TorchRoster
+from holdfast._torch_private import flight_records, forget_groups
 from holdfast._watch import roll_call
 from holdfast._watch.answering import Answering, Asked, summary
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call
 from holdfast._watch.evidence import Call, Operation, Rank, Source, Stack
+from holdfast._watch.own_stacks import evidence_here
 from holdfast._watch.shared_call import ask_for_call
 from tests.support.waiting import wait_until
 
@@ -130,7 +133,7 @@ def test_a_collective_of_an_earlier_process_group_is_not_told(monkeypatch: pytes
     pair: list[Any] = [None, None]
 
     def join(rank: int) -> None:
-        pair[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))  # type: ignore[attr-defined]
+        pair[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -141,13 +144,46 @@ def test_a_collective_of_an_earlier_process_group_is_not_told(monkeypatch: pytes
     works = [pair[0].allreduce([one])]
     pending = roll_call.Pending()
     wait_until(lambda: pending.too_long() is not None)
-    later = roll_call.RollCall(MemoryRoster(0, 2))
+    forget_groups()  # as `install` does when a program makes its default group
     for _ in range(5):
-        assert later._pending.too_long() is None
+        assert pending.too_long() is None
         time.sleep(0.01)
     works.append(pair[1].allreduce([other]))
     for work in works:
         work.wait()
+
+
+def test_what_an_earlier_process_group_did_is_no_evidence() -> None:
+    """Its groups have the names of those that a program makes later: a rank that is late to the first collective
+    of the new one had issued another there."""
+
+    def numbers() -> list[int]:
+        return [operation.number for operation in evidence_here(0, [])[0].operations]
+
+    holdfast.install("torch-dcp", session=False)
+    try:
+        for _ in range(2):
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            assert numbers() == []
+            dist.barrier()
+            dist.all_reduce(torch.ones(1))
+            assert numbers() == [2]
+            dist.destroy_process_group()
+    finally:
+        holdfast.uninstall()
+
+
+def test_a_process_group_that_goes_during_a_call_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    roster = TorchRoster()
+    call, beacon = roll_call.RollCall(roster), Beacon(roster)
+    answering = Answering(roster, beacon, 0, Asked(0, "it hangs", 0.1, time.time()), threading.Event())
+    dist.destroy_process_group()
+    del store
+    call._answer(answering, beacon)
+    assert not caplog.records
 
 
 @pytest.mark.gpu

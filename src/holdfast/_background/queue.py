@@ -131,6 +131,12 @@ class SaveQueue:
                 job.collect_error = job.collect_error or read_state(room.writer.start, job.rank)
             into = partial(copies_into, job.streams.streams)
             staged = self._stage(job, room, budget, into)
+            interrupt = job.collect_error.__cause__ if job.collect_error is not None else None
+            if job.collect_error is not None and not isinstance(interrupt, Exception):
+                # Ctrl-C while the state was read: raised at the end of this call, once. Calls that wait for
+                # this save raise what the other ranks raise then.
+                job.collect_error.__cause__ = None
+                pending.seen = interrupt is not None
             pending._attempt(job)  # before the thread starts, so that a cancel always finds the job
             before = self.saves[-1] if self._in_order and self.saves else None
             room.save = pending
@@ -152,9 +158,8 @@ class SaveQueue:
                 # Ctrl-C while waves are copied: the caller never gets this save, so all ranks give it up.
                 pending.cancel()
                 raise
-        interrupt = job.collect_error.__cause__ if job.collect_error is not None else None
         if interrupt is not None and not isinstance(interrupt, Exception):
-            raise interrupt  # Ctrl-C while the state was read; the others hear of it
+            raise interrupt
         if is_over():
             _end_with(pending)
         return pending

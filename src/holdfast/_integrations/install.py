@@ -34,6 +34,8 @@ from holdfast._protocol.call import find_roster
 from holdfast._protocol.job import Job, defaults, job_of, limits_of
 from holdfast._roster.beacon import Beacon, beacon_of
 from holdfast._roster.process import stack_dump
+from holdfast._torch_private import forget_groups
+from holdfast._under_way import wait_for_works
 from holdfast._watch.known import affects, versions_here
 from holdfast._watch.roll_call import RollCall
 from holdfast.errors import BadInput
@@ -98,19 +100,32 @@ class _Installation:
 
         @wraps(original)
         def init_process_group(*args: object, **named: object) -> None:
+            import torch.distributed as dist
+
+            if not dist.is_initialized():
+                forget_groups()
             original(*args, **named)
             self._show()
 
         return init_process_group
 
     def _seen_off(self, original: Callable[..., object]) -> Callable[..., object]:
-        """Make `destroy_process_group` that first lets the others leave the last call, if the message store
-        ends with the group."""
+        """Make `destroy_process_group` that first waits for the saves under way, as the end of the process
+        does, says that this rank comes to no other call there, and lets the others leave the last one, if the
+        message store ends with the group."""
 
         @wraps(original)
         def destroy_process_group(*args: object, **named: object) -> None:
-            if self.beacon is not None and sys.exception() is None:
-                self.beacon.see_off()
+            import torch.distributed as dist
+
+            group = args[0] if args else named.get("group")
+            if self.beacon is not None and (group is None or group is dist.group.WORLD):
+                fails = sys.exception() is not None
+                if not fails:
+                    wait_for_works(None)
+                self.beacon.end("it has destroyed its process group")
+                if not fails:
+                    self.beacon.see_off()
             original(*args, **named)
 
         return destroy_process_group

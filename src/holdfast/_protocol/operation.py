@@ -273,9 +273,8 @@ def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
         return error
     # Not raised here: this rank must still enter the call, or the others would wait for it in vain.
     except BaseException as error:  # also Ctrl-C: the others are told, and then it is raised again
-        collect_error = HoldfastError(
-            f"The state could not be read: {type(error).__name__}: {error}", rank=rank
-        )
+        what = ": ".join(filter(None, (type(error).__name__, str(error))))  # Ctrl-C has no text
+        collect_error = HoldfastError(f"The state could not be read: {what}", rank=rank)
         collect_error.__cause__ = error
         return collect_error
     return None

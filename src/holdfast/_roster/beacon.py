@@ -50,6 +50,8 @@ class Presence:
         self.deadline: Deadline | None = None
         """When the operation ends without those that it waits for."""
         self.is_working = False
+        self.answered = 0.0
+        """When the message store last answered the thread of this operation, by the monotonic clock."""
         self.outcome: Message | None = None
         """How the operation was decided, once the heart has seen that."""
         self.looks = 0

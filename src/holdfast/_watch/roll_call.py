@@ -143,7 +143,6 @@ class RollCall:
         self.interval = pace(roster.world_size)
         self._roster = ref(roster)  # it lives as long as its process group
         self._pending = Pending()
-        self._pending.tell()  # calls that were aborted with an earlier process group stay pending in the record
         self._number = 0
         """Of the next call."""
         self._thread: threading.Thread | None = None
@@ -235,6 +234,8 @@ class RollCall:
     def _answer(self, answering: Answering, beacon: Beacon) -> None:
         try:
             answering.run()
+        except RosterLost:  # as in `beat`: also if the program has destroyed its process group meanwhile
+            pass
         except Exception as error:  # a job must not notice it
             log.warning("A roll call could not be answered: %s: %s", type(error).__name__, error)
         self._pending.tell()
