@@ -260,10 +260,7 @@ class PeerMonitor:
 
     def _state(self, seen: Seen) -> str:
         """Say what a late rank does, as far as it shows."""
-        held = seen.held()
-        return "; ".join(
-            filter(None, (self._where(seen), f"it is {held} (state {seen.state})" if held else ""))
-        )
+        return "; ".join(filter(None, (self._where(seen), seen.held())))
 
     # -- the end --------------------------------------------------------------------------------------
 
