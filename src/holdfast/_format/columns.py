@@ -116,6 +116,16 @@ class Columns:
         nbytes: Array = np.prod(self.size, axis=1) * self.itemsizes()[self.tensor_of_chunk()]
         return nbytes
 
+    def chunks_of(self, row: int) -> slice:
+        """Return which chunks are those of a tensor."""
+        return slice(int(self.chunk_end[row - 1]) if row else 0, int(self.chunk_end[row]))
+
+    def digests_of(self, chunk: int) -> Array:
+        """Return the digests of a chunk's blocks."""
+        first = int(self.digest_end[chunk - 1]) if chunk else 0
+        digests: Array = self.digests[first : int(self.digest_end[chunk])]
+        return digests
+
     def shape_of(self, row: int) -> tuple[int, ...]:
         return unpad(self.shape[row], int(self.ndim[row]))
 
@@ -282,7 +292,7 @@ def tied_rows(columns: Columns) -> dict[int, int]:
     first: dict[tuple[object, ...], int] = {}
     found: dict[int, int] = {}
     for row in rows.tolist():
-        chunks = slice(int(columns.chunk_end[row - 1]) if row else 0, int(columns.chunk_end[row]))
+        chunks = columns.chunks_of(row)
         key = (
             int(columns.kind[row]),
             int(columns.dtype[row]),

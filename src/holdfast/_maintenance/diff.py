@@ -96,13 +96,10 @@ class _Side:
     def chunks(self, row: int) -> _Chunks:
         """Return the digests of each chunk of a tensor."""
         columns, ndim = self.columns, int(self.columns.ndim[row])
-        first, last = (int(columns.chunk_end[row - 1]) if row else 0), int(columns.chunk_end[row])
-        start, found = int(columns.digest_end[first - 1]) if first else 0, {}
-        for chunk in range(first, last):
+        found = {}
+        for chunk in range(len(columns.file))[columns.chunks_of(row)]:
             box = Box(unpad(columns.offset[chunk], ndim), unpad(columns.size[chunk], ndim))
-            stop = int(columns.digest_end[chunk])
-            found[box] = int(columns.block[chunk]), columns.digests[start:stop].tobytes()
-            start = stop
+            found[box] = int(columns.block[chunk]), columns.digests_of(chunk).tobytes()
         return found
 
     def reader(self, row: int) -> Callable[[Box], Elements]:

@@ -64,7 +64,7 @@ def _part(columns: Columns, chunk: int, nbytes: int, box: Box, blocks: list[int]
         int(columns.position[chunk]),
         int(columns.block[chunk]),
     )
-    base = int(columns.digest_end[chunk - 1]) if chunk else 0
+    digests = columns.digests_of(chunk)
     return ChunkPart(
         offset=box.offset,
         shape=box.shape,
@@ -73,7 +73,7 @@ def _part(columns: Columns, chunk: int, nbytes: int, box: Box, blocks: list[int]
         start=position,
         stop=position + nbytes,
         block=block,
-        digests=tuple(hex_digest(int(columns.digests[base + number])) for number in blocks),
+        digests=tuple(hex_digest(int(digests[number])) for number in blocks),
         ranges=tuple(
             (position + first * block, position + min((last + 1) * block, nbytes))
             for first, last in runs(blocks)
