@@ -77,12 +77,12 @@ class _Look:
         memory = table.memory[row]
         if spec.kind == OBJECT or not isinstance(memory, TensorMemory):
             if "_extra_state" not in spec.name:  # Transformer Engine's, which no published model has
-                self._as_it_is(table, row)
+                self.seen.extend(table.take([row]))
             return
         place = self.source.place(spec.name)
         if place is not None and not (place.code == IN_8_BITS != spec.dtype):
             self._check_dtype(place, spec)
-            self._as_it_is(table, row)
+            self.seen.extend(table.take([row]))
             return
         segments: list[Segment]
         if place is not None or is_packed(self.source, spec.name):
@@ -92,7 +92,7 @@ class _Look:
             segments = list(self.source.view.segments(spec.name, spec.shape, box))
         else:
             self.source.refuse_quantized(spec.name)
-            self._as_it_is(table, row)  # the load reports it as missing
+            self.seen.extend(table.take([row]))  # the load reports it as missing
             return
         covered = sum(segment.box.volume for segment in segments)
         if covered < box.volume:
@@ -107,16 +107,6 @@ class _Look:
             target = memory.tensor.detach()[segment.box.relative_to(box.offset).slices()]
             check_is_view(target, memory.tensor)
             self._add_segment(segment, spec, target)
-
-    def _as_it_is(self, table: ShardTable, row: int) -> None:
-        self.seen.add(
-            table.specs[row],
-            table.boxes[row],
-            table.replicas[row],
-            table.unsharded[row],
-            table.memory[row],
-            table.deferred[row],
-        )
 
     def _add_segment(self, segment: Segment, spec: TensorSpec, target: torch.Tensor) -> None:
         place, theirs = self.source.place(segment.name), segment.theirs(segment.box)
