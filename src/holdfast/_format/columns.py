@@ -129,6 +129,17 @@ class Columns:
     def shape_of(self, row: int) -> tuple[int, ...]:
         return unpad(self.shape[row], int(self.ndim[row]))
 
+    def spec_of(self, row: int) -> TensorSpec:
+        return TensorSpec(self.names[row], int(self.dtype[row]), self.shape_of(row), int(self.kind[row]))
+
+    def specs(self) -> list[TensorSpec]:
+        """Return all tensors."""
+        dims, shapes = self.dims, zip(self.shape.tolist(), self.ndim.tolist(), strict=True)
+        unpadded = [(*shape[dims - ndim :],) for shape, ndim in shapes]
+        rows = zip(self.names, self.dtype.tolist(), unpadded, self.kind.tolist(), strict=True)
+        # Mapped, because `TensorSpec(...)` calls Python code for each row.
+        return [*map(partial(tuple.__new__, TensorSpec), rows)]
+
 
 SPECS: dict[str, ColumnSpec] = {f.name: f.metadata["spec"] for f in fields(Columns) if f.metadata}
 """How each column is stored. Names of tensors and files are stored as text (`index`)."""

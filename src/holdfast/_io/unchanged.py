@@ -265,11 +265,7 @@ def _rows_of(columns: Columns, table: ShardTable, chunks: PlannedRows) -> Array:
     none = np.full(len(chunks.row), -1, np.int64)
     if not len(columns.file) or not len(none):
         return none
-    numbers = zip(columns.shape.tolist(), columns.ndim.tolist(), strict=True)
-    dims = columns.dims
-    shapes = [(*shape[dims - ndim :],) for shape, ndim in numbers]
-    specs = zip(columns.names, columns.dtype.tolist(), shapes, columns.kind.tolist(), strict=True)
-    place: dict[tuple[object, ...], int] = {spec: row for row, spec in enumerate(specs)}
+    place = {spec: row for row, spec in enumerate(columns.specs())}
     # Without an offset of its own, a box does not tell one shard from another.
     late = [offset is not None and offset.start == -1 for offset in table.deferred]
     tensor = np.where(late, -1, [place.get(spec, -1) for spec in table.specs])

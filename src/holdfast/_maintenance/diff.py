@@ -122,16 +122,12 @@ class _IndexComparison:
     changed: list[Changed] = field(default_factory=list)
 
     def row(self, row: int) -> None:
-        kinds = [int(side.columns.kind[row]) for side in self.sides]
-        a, b = (
-            (kind, int(side.columns.dtype[row]), side.columns.shape_of(row))
-            for kind, side in zip(kinds, self.sides, strict=True)
-        )
-        name, (mine, theirs) = self.sides[0].columns.names[row], [side.chunks(row) for side in self.sides]
+        a, b = (side.columns.spec_of(row) for side in self.sides)
+        name, (mine, theirs) = a.name, [side.chunks(row) for side in self.sides]
         # Lengths of objects, which are their shapes, may differ although the values are equal.
-        if a != b and kinds != [OBJECT, OBJECT]:
-            self.changed.append(Changed(name, what(*a), what(*b)))
-        elif mine != theirs and kinds[0] == OBJECT:
+        if a != b and not a.kind == b.kind == OBJECT:
+            self.changed.append(Changed(name, what(a), what(b)))
+        elif mine != theirs and a.kind == OBJECT:
             self._object(name, row)
         elif mine != theirs:
             self._tensor(name, row, mine, theirs)

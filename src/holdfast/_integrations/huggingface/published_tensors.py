@@ -153,12 +153,7 @@ def plan_export(
 def _weights(index: Index, view: View, published: set[str]) -> list[TensorSpec]:
     """Return the weights of a checkpoint. BadInput for those that no published tensor is made of."""
     names = [name for name in index.names() if is_weight(name) and not hf.is_constant(name)]
-    columns = index.select(index.find(names))
-    specs = [
-        TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
-        for row, name in enumerate(columns.names)
-        if columns.kind[row] == TENSOR
-    ]
+    specs = [spec for spec in index.select(index.find(names)).specs() if spec.kind == TENSOR]
     unknown = [spec.name for spec in specs if spec.name not in published and not view.knows(spec.name)]
     if unknown:
         raise BadInput(
