@@ -7,7 +7,7 @@ have checked it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -198,15 +198,6 @@ def foreign_columns(tensors: Sequence[tuple[TensorSpec, int]], chunks: Sequence[
         file_size=np.full(len(files), -1, "<i8"),
         file_rank=np.zeros(len(files), "<i4"),
     )
-
-
-def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield each run of consecutive integers as (first, last)."""
-    start = 0
-    for i in range(1, len(values) + 1):
-        if i == len(values) or values[i] != values[i - 1] + 1:
-            yield values[start], values[i - 1]
-            start = i
 
 
 def counts_of(ends: Array) -> Array:
