@@ -14,11 +14,10 @@ import torch
 
 from holdfast._io.source import Rows
 from holdfast._layout.box import Box, whole
-from holdfast._layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, Dims, TensorSpec
+from holdfast._layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, TensorSpec
 from holdfast._plan.shard_table import Memory, ShardTable
 from holdfast._state.memory import ShiftedMemory, TensorMemory, check_is_view, torch_dtype
 from holdfast._state.reordered import as_published
-from holdfast._values import Buffer
 from holdfast._views.hub_format import Place
 from holdfast._views.hugging_face import PublishedModel
 from holdfast._views.mapping import MINUS_ONE, Segment
@@ -157,14 +156,11 @@ class _EverySecond(TensorMemory):
     """Every second column of what is read, from column 0 or 1 on: a gate or its up projection."""
 
     def __init__(self, tensor: torch.Tensor, stored: torch.dtype, turn: int) -> None:
-        super().__init__(tensor, stored)
-        self.address = 0
+        super().__init__(tensor, stored, 0)
         self._turn = turn
 
-    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+    def put(self, box: Box, values: torch.Tensor) -> None:
         skipped = (self._turn - box.offset[-1]) % 2
-        values = torch.frombuffer(data, dtype=self.stored).view(shape)[inside.slices()][..., skipped::2]
+        taken = values[..., skipped::2]
         first = (box.offset[-1] + skipped) // 2
-        target = self.tensor.detach()[box.slices()[:-1]][..., first : first + values.shape[-1]]
-        with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
-            target.copy_(values)
+        super().put(Box((*box.offset[:-1], first), (*box.shape[:-1], taken.shape[-1])), taken)
