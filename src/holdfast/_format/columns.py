@@ -296,9 +296,7 @@ def tied_rows(columns: Columns) -> dict[int, int]:
     for row in rows.tolist():
         chunks = columns.chunks_of(row)
         key = (
-            int(columns.kind[row]),
-            int(columns.dtype[row]),
-            columns.shape_of(row),
+            *columns.spec_of(row)[1:],
             *(getattr(columns, name)[chunks].tobytes() for name in ("file", "position", "offset", "size")),
         )
         if (one := first.setdefault(key, row)) != row:

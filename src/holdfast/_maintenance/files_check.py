@@ -333,10 +333,7 @@ def _rows(columns: Columns, tensor: Array, chunks: Array) -> Iterator[tuple[obje
         # Unpadded, because an index pads to its widest tensor, which a file may not have.
         ndim = int(columns.ndim[row])
         yield (
-            columns.names[row],
-            int(columns.kind[row]),
-            int(columns.dtype[row]),
-            columns.shape_of(row),
+            *columns.spec_of(row),
             unpad(columns.offset[chunk], ndim),
             unpad(columns.size[chunk], ndim),
             int(columns.position[chunk]),
