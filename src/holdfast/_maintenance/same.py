@@ -281,7 +281,7 @@ class _Comparison:
             return spec, theirs
         specs = [
             one._replace(dtype=CODE_OF["float32"])
-            if side.published is not None and side.published.is_scaled(one.name)
+            if side.published is not None and side.published.has(one.name + hf.SCALES)
             else one
             for side, one in ((self._lead, spec), (self._other, theirs))
         ]
