@@ -1,5 +1,4 @@
-"""Rewrites what is made from the code: blocks of docs/protocol.md and docs/failure-model.md, and
-docs/rounds.svg: python docs/generate.py
+"""Rewrites what is made from the code: blocks of docs/protocol.md, and docs/rounds.svg: python docs/generate.py
 
 A block stands between `<!-- generated: name -->` and `<!-- end -->`. tests/docs/test_protocol.py fails
 when a page is not what this script would write.
@@ -12,7 +11,6 @@ from pathlib import Path
 
 from holdfast._groups.lifecycle.plan import plan_groups, rounds
 from holdfast._layout.grid import Grid
-from holdfast._protocol.liveness import TABLE
 from holdfast._protocol.phases import (
     CHOICE_TRANSITIONS,
     LOAD_TRANSITIONS,
@@ -39,14 +37,6 @@ def diagram(table: Transitions) -> str:
         if not ways:
             lines.append(f"    {phase} --> [*]")
     return "\n".join([*lines, "```"])
-
-
-def waits() -> str:
-    """What ends a wait, as a Markdown table."""
-    rows = [f"| {known.value} | {rule.told} | {rule.ends} |" for known, rule in TABLE.items()]
-    return "\n".join(
-        ["| what is known of the rank that is waited for | told | the wait ends |", "|---|---|---|", *rows]
-    )
 
 
 def picture() -> str:
@@ -92,10 +82,7 @@ def blocks() -> dict[str, dict[str, str]]:
         "choice": CHOICE_TRANSITIONS,
         "task": TASK_TRANSITIONS,
     }
-    return {
-        "protocol.md": {name: diagram(table) for name, table in tables.items()},
-        "failure-model.md": {"waits": waits()},
-    }
+    return {"protocol.md": {name: diagram(table) for name, table in tables.items()}}
 
 
 def rewritten(name: str) -> str:

@@ -89,6 +89,10 @@ class HoldfastError(Exception):
         self.missing: tuple[RankInfo, ...] = tuple(missing)
         self.hint = hint
         self.details: dict[str, Any] = dict(details or {})
+        # `errno` is an attribute of OSError and no field of the message, so it travels among the details.
+        this: Exception = self
+        if isinstance(this, OSError):
+            this.errno = self.details.get("errno")
 
     def __str__(self) -> str:
         return f"{self.message} {self.hint}" if self.hint else self.message
@@ -220,7 +224,7 @@ def _rebuild(kind: type[HoldfastError], message: dict[str, Any]) -> HoldfastErro
             continue  # written by another version; the error's message still says it
     # Each field is converted: a sender of another version, or a stranger, may have written it.
     details = message.get("details")
-    error = kind(
+    return kind(
         str(message.get("message", "")),
         step=message.get("step"),
         phase=str(message.get("phase") or ""),
@@ -229,7 +233,3 @@ def _rebuild(kind: type[HoldfastError], message: dict[str, Any]) -> HoldfastErro
         hint=str(message.get("hint") or ""),
         details=details if isinstance(details, dict) else {},
     )
-    # `errno` is an attribute of OSError and no field of the message, so it travels among the details.
-    if isinstance(error, OSError):
-        error.errno = error.details.get("errno")
-    return error

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast._deadline import Deadline, Limits
 from holdfast._protocol.effects import Claim, Context, Late, Look, Put
-from holdfast._protocol.liveness import TABLE, PeerMonitor, PeerStatus
+from holdfast._protocol.liveness import PeerMonitor
 from holdfast._roster.presence import Seen, Vitals
 from holdfast._roster.process import Identity
 from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed
@@ -83,12 +83,6 @@ def alive(now: float, rank: int) -> Seen:
 
 def silent(now: float, rank: int) -> Seen:
     return seen(rank)
-
-
-def test_the_table_has_every_row_once_and_in_the_order_of_strength() -> None:
-    assert list(TABLE) == list(PeerStatus)
-    ends = [rule.ends for rule in TABLE.values()]
-    assert [text.startswith("at once") for text in ends] == [True, True, True, False, False, False, False]
 
 
 def test_a_process_that_is_gone_ends_the_wait_at_once() -> None:

@@ -7,7 +7,7 @@ have checked it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -116,8 +116,29 @@ class Columns:
         nbytes: Array = np.prod(self.size, axis=1) * self.itemsizes()[self.tensor_of_chunk()]
         return nbytes
 
+    def chunks_of(self, row: int) -> slice:
+        """Return which chunks are those of a tensor."""
+        return slice(int(self.chunk_end[row - 1]) if row else 0, int(self.chunk_end[row]))
+
+    def digests_of(self, chunk: int) -> Array:
+        """Return the digests of a chunk's blocks."""
+        first = int(self.digest_end[chunk - 1]) if chunk else 0
+        digests: Array = self.digests[first : int(self.digest_end[chunk])]
+        return digests
+
     def shape_of(self, row: int) -> tuple[int, ...]:
         return unpad(self.shape[row], int(self.ndim[row]))
+
+    def spec_of(self, row: int) -> TensorSpec:
+        return TensorSpec(self.names[row], int(self.dtype[row]), self.shape_of(row), int(self.kind[row]))
+
+    def specs(self) -> list[TensorSpec]:
+        """Return all tensors."""
+        dims, shapes = self.dims, zip(self.shape.tolist(), self.ndim.tolist(), strict=True)
+        unpadded = [(*shape[dims - ndim :],) for shape, ndim in shapes]
+        rows = zip(self.names, self.dtype.tolist(), unpadded, self.kind.tolist(), strict=True)
+        # Mapped, because `TensorSpec(...)` calls Python code for each row.
+        return [*map(partial(tuple.__new__, TensorSpec), rows)]
 
 
 SPECS: dict[str, ColumnSpec] = {f.name: f.metadata["spec"] for f in fields(Columns) if f.metadata}
@@ -177,15 +198,6 @@ def foreign_columns(tensors: Sequence[tuple[TensorSpec, int]], chunks: Sequence[
         file_size=np.full(len(files), -1, "<i8"),
         file_rank=np.zeros(len(files), "<i4"),
     )
-
-
-def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield each run of consecutive integers as (first, last)."""
-    start = 0
-    for i in range(1, len(values) + 1):
-        if i == len(values) or values[i] != values[i - 1] + 1:
-            yield values[start], values[i - 1]
-            start = i
 
 
 def counts_of(ends: Array) -> Array:
@@ -282,11 +294,9 @@ def tied_rows(columns: Columns) -> dict[int, int]:
     first: dict[tuple[object, ...], int] = {}
     found: dict[int, int] = {}
     for row in rows.tolist():
-        chunks = slice(int(columns.chunk_end[row - 1]) if row else 0, int(columns.chunk_end[row]))
+        chunks = columns.chunks_of(row)
         key = (
-            int(columns.kind[row]),
-            int(columns.dtype[row]),
-            columns.shape_of(row),
+            *columns.spec_of(row)[1:],
             *(getattr(columns, name)[chunks].tobytes() for name in ("file", "position", "offset", "size")),
         )
         if (one := first.setdefault(key, row)) != row:

@@ -102,9 +102,8 @@ def describe(columns: Columns) -> Described:
     bytes_only, described = dcp.BytesStorageMetadata(), Described()
     # A model has 100,000 tensors of some dozen shapes; pickle writes a shared object once.
     shared = cache(_whole_tensor)
-    numbers = zip(columns.names, columns.kind.tolist(), columns.dtype.tolist(), strict=True)
-    for row, (name, kind, dtype) in enumerate(numbers):
-        described[name] = bytes_only if kind == OBJECT else shared(DTYPES[dtype].name, columns.shape_of(row))
+    for name, dtype, shape, kind in columns.specs():
+        described[name] = bytes_only if kind == OBJECT else shared(DTYPES[dtype].name, shape)
     return described
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -32,13 +31,8 @@ from holdfast._store.base import Store
 from holdfast._values import Buffer, Json
 from holdfast.errors import BadInput, CorruptCheckpoint, NotCommitted
 
-
-class Bytes(Protocol):
-    """What an import reads from."""
-
-    def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
-        """Fill the buffers one after the other from `start`; return the number of bytes read."""
-        ...
+ReadInto = Callable[[int, Sequence[Buffer]], int]
+"""Fills buffers one after the other, from a position on; returns the number of bytes read."""
 
 
 class FileMemory:
@@ -47,9 +41,9 @@ class FileMemory:
     # 0, so that a save calls `gather`: there is no memory to write from.
     address = 0
 
-    def __init__(self, spec: TensorSpec, box: Box, reader: Bytes, position: int, meter: Meter) -> None:
+    def __init__(self, spec: TensorSpec, box: Box, read_into: ReadInto, position: int, meter: Meter) -> None:
         self._name, self._shape, self._itemsize = spec.name, box.shape, DTYPES[spec.dtype].size
-        self.reader, self.position, self._meter = reader, position, meter
+        self._read_into, self.position, self._meter = read_into, position, meter
         self.nbytes = box.volume * self._itemsize
         meter.total += self.nbytes
 
@@ -63,7 +57,7 @@ class FileMemory:
 
     def read(self, offset: int, view: memoryview) -> None:
         """Read bytes, from `offset` of the box on."""
-        if self.reader.read_into(self.position + offset, [view]) != len(view):
+        if self._read_into(self.position + offset, [view]) != len(view):
             raise CorruptCheckpoint(f"The file that holds {self._name!r} ends before that does.")
 
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:

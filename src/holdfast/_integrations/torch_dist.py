@@ -74,7 +74,7 @@ class _Checked(FileMemory):
     """A chunk of a torch_dist file, of which the CRC-32 is checked."""
 
     def __init__(self, spec: TensorSpec, box: Box, reader: Reader, location: ChunkLocation, meter: Meter):
-        super().__init__(spec, box, reader, location.position, meter)
+        super().__init__(spec, box, reader.read_into, location.position, meter)
         self._spec, self._location, self._crc = spec, location, 0
 
     def read(self, offset: int, view: memoryview) -> None:

@@ -11,7 +11,7 @@ from holdfast._io.file_reader import plan_read, read_into
 from holdfast._io.host_memory import HostMemory
 from holdfast._io.source import Source
 from holdfast._layout.box import Box, from_flat_range, whole
-from holdfast._layout.tensor import DTYPES, TensorSpec, listed
+from holdfast._layout.tensor import DTYPES, listed
 from holdfast._plan.agreement import what
 from holdfast._plan.shard_table import ShardTable
 from holdfast._store.base import Store
@@ -24,7 +24,7 @@ SLAB = 64 << 20
 def read_box(store: Store, columns: Columns, box: Box, where: str, fetched_for: str = "") -> Array:
     """Return the bytes of a box of the single tensor in `columns`, every block verified. fetched_for: as in
     `plan_read`."""
-    spec = TensorSpec(columns.names[0], int(columns.dtype[0]), columns.shape_of(0), int(columns.kind[0]))
+    spec = columns.spec_of(0)
     memory = HostMemory(box, DTYPES[spec.dtype].size)
     if box.volume:
         # Read as a shard of a rank, so that it goes through the same reader as a load.
@@ -51,11 +51,10 @@ def fill_rows(store: Store, source: Source, table: ShardTable, threads: int = 1)
     chosen, position = np.unique(rows, return_inverse=True)
     columns = source.select(chosen)
     for spec, row in zip(table.specs, position.tolist(), strict=True):
-        stored = int(columns.kind[row]), int(columns.dtype[row]), columns.shape_of(row)
-        if stored != (spec.kind, spec.dtype, spec.shape):
+        stored = columns.spec_of(row)
+        if stored != spec:
             raise ShapeMismatch(
-                f"{source.where} holds {spec.name!r} as {what(*stored)}, and "
-                f"{what(spec.kind, spec.dtype, spec.shape)} is wanted.",
+                f"{source.where} holds {spec.name!r} as {what(stored)}, and {what(spec)} is wanted.",
                 details={"tensor": spec.name},
             )
     plan = plan_read(table, position, columns, source.where)

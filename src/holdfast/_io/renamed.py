@@ -41,7 +41,7 @@ class Renamed:
             raise BadInput(
                 f"rename can't be used for {source.where}: names of a published model are mapped already."
             )
-        self._source, self._row, self._order = source, dict[str, int](), np.zeros(0, np.int64)
+        self._source = source
         self.where, self.identity, self.about = source.where, source.identity, source.about
         self.object_prefix, self.fetched_for = source.object_prefix, source.fetched_for
         given = source.names()
@@ -53,7 +53,7 @@ class Renamed:
         for name, other in zip(given, new, strict=True):
             if not isinstance(other, str) or not other:
                 raise BadInput(f"rename makes {other!r} of {name!r}, which is no name.")
-        self._order = np.asarray(sorted(range(len(new)), key=new.__getitem__), np.int64)
+        self._order: Array = np.asarray(sorted(range(len(new)), key=new.__getitem__), np.int64)
         self._names = [new[row] for row in self._order.tolist()]
         self._row = {name: row for row, name in enumerate(self._names)}
         if len(self._row) < len(new):
@@ -80,15 +80,11 @@ class Renamed:
         return self._row.get(name, -1)
 
     def select(self, rows: Array | None = None) -> Columns:
-        inner = self._order if rows is None else self._order[rows]
+        rows = np.arange(len(self._names)) if rows is None else rows
+        inner = self._order[rows]
         columns = self._source.select(np.sort(inner))
-        return _permuted(
-            columns, np.argsort(np.argsort(inner)), [self._names[row] for row in _all(rows, self._names)]
-        )
-
-
-def _all(rows: Array | None, names: list[str]) -> Sequence[int]:
-    return range(len(names)) if rows is None else rows.tolist()
+        names = [self._names[row] for row in rows.tolist()]
+        return _permuted(columns, np.argsort(np.argsort(inner)), names)
 
 
 def _by_mapping(names: list[str], rename: Mapping[str, str], where: str) -> list[str]:

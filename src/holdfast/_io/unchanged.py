@@ -28,6 +28,7 @@ from holdfast._io.on_threads import on_threads
 from holdfast._io.stream import ChunkSource, simple_addresses
 from holdfast._options import Options
 from holdfast._plan.agreement import box_keys
+from holdfast._plan.blocks import widen
 from holdfast._plan.shard_table import PlannedRows, SavePlan, ShardTable
 from holdfast._store.base import Kind, Store
 from holdfast._store.local import LocalStore
@@ -264,17 +265,13 @@ def _rows_of(columns: Columns, table: ShardTable, chunks: PlannedRows) -> Array:
     none = np.full(len(chunks.row), -1, np.int64)
     if not len(columns.file) or not len(none):
         return none
-    numbers = zip(columns.shape.tolist(), columns.ndim.tolist(), strict=True)
-    dims = columns.dims
-    shapes = [(*shape[dims - ndim :],) for shape, ndim in numbers]
-    specs = zip(columns.names, columns.dtype.tolist(), shapes, columns.kind.tolist(), strict=True)
-    place: dict[tuple[object, ...], int] = {spec: row for row, spec in enumerate(specs)}
+    place = {spec: row for row, spec in enumerate(columns.specs())}
     # Without an offset of its own, a box does not tell one shard from another.
     late = [offset is not None and offset.start == -1 for offset in table.deferred]
     tensor = np.where(late, -1, [place.get(spec, -1) for spec in table.specs])
-    offset, size = _widened(chunks.offset, dims, 0), _widened(chunks.size, dims, 1)
-    dims = offset.shape[1]
-    theirs = _widened(columns.offset, dims, 0), _widened(columns.size, dims, 1)
+    dims = max(columns.dims, chunks.offset.shape[1])
+    offset, size = widen(chunks.offset, dims, 0), widen(chunks.size, dims, 1)
+    theirs = widen(columns.offset, dims, 0), widen(columns.size, dims, 1)
     keys = box_keys(columns.tensor_of_chunk(), *theirs)
     order = np.argsort(keys)
     wanted = box_keys(tensor[chunks.row], offset, size)
@@ -286,9 +283,3 @@ def _rows_of(columns: Columns, table: ShardTable, chunks: PlannedRows) -> Array:
         & (columns.block[row] == chunks.block)
     )
     return np.where(is_same, row, -1)
-
-
-def _widened(boxes: Array, dims: int, fill: int) -> Array:
-    """Return rows padded in front to at least `dims` numbers."""
-    missing = max(dims - boxes.shape[1], 0)
-    return np.pad(boxes, ((0, 0), (missing, 0)), constant_values=fill)

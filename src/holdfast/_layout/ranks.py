@@ -1,9 +1,9 @@
-"""Lists of ranks as text: `8-15`, `0,4,8-11`."""
+"""Runs of consecutive numbers, and lists of ranks as text: `8-15`, `0,4,8-11`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast.errors import BadInput
 
@@ -29,10 +29,14 @@ def ranks_of(text: str) -> tuple[int, ...]:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return the shortest text that `ranks_of` reads as these ranks."""
-    parts: list[tuple[int, int]] = []
-    for rank in sorted(set(ranks)):
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1] = (parts[-1][0], rank)
-        else:
-            parts.append((rank, rank))
-    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in parts)
+    found = runs(sorted(set(ranks)))
+    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in found)
+
+
+def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield each run of consecutive integers as (first, last)."""
+    start = 0
+    for i in range(1, len(values) + 1):
+        if i == len(values) or values[i] != values[i - 1] + 1:
+            yield values[start], values[i - 1]
+            start = i

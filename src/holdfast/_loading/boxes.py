@@ -55,11 +55,10 @@ def fill_boxes(
 def are_equal(store: Store, source: Source, names: Sequence[str], tick: Callable[[], None]) -> bool:
     """Return whether tensors have the same dtype, shape and elements. tick: called after each part."""
     columns = source.select(np.sort(source.find(names)))
-    codes, shapes = columns.dtype.tolist(), list(map(columns.shape_of, range(len(names))))
-    specs = [TensorSpec(*row) for row in zip(columns.names, codes, shapes, strict=True)]
+    specs = columns.specs()
     if len({spec[1:] for spec in specs}) > 1:
         return False
-    for part in slabs(whole(shapes[0]), DTYPES[codes[0]].size):
+    for part in slabs(whole(specs[0].shape), DTYPES[specs[0].dtype].size):
         tensors, _ = read_boxes(store, source, [Wanted(spec, part, spec.dtype) for spec in specs])
         x, *others = (tensor.reshape(-1).view(torch.uint8) for tensor in tensors)
         if not all(torch.equal(x, other) for other in others):

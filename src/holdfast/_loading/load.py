@@ -8,7 +8,6 @@ from typing import Any, overload
 import torch
 
 from holdfast._io.renamed import Rename
-from holdfast._layout.patterns import Patterns
 from holdfast._loading.job import run_load
 from holdfast._loading.request import RAISE, LoadReport, LoadRequest
 from holdfast._loading.stored_checkpoint import StoredCheckpoint
@@ -95,7 +94,8 @@ def load(
                 "what is stored, on this process alone.",
                 hint="holdfast.load(state, path) fills a state.",
             )
-        return _load_values(state_dict, (include, exclude), cast or None, rename, lazy)
+        # Not closed here: tensors that are read later need it, and it is closed with the last of them.
+        return StoredCheckpoint(state_dict, rename).nested((include, exclude), cast or None, lazy)
     if not isinstance(cast, bool):
         raise BadInput(f"With a state, cast is True or False, not {cast!r}: the state's own dtypes count.")
     if lazy:
@@ -115,11 +115,3 @@ def load(
         options=job.options,
     )
     return run_load(request)
-
-
-def _load_values(
-    path: Folder, patterns: Patterns, dtype: torch.dtype | None, rename: Rename | None, lazy: bool
-) -> dict[str, Any]:
-    """Load the values themselves, as nested dicts, on this process alone."""
-    # Not closed here: tensors that are read later need it, and it is closed with the last of them.
-    return StoredCheckpoint(path, rename).nested(patterns, dtype, lazy)

@@ -87,8 +87,7 @@ def plan_load(
     for at in (~_as_stored(wanted, columns, position)).nonzero()[0].tolist():
         row, column = keep[at], int(position[at])
         spec, box, memory = table.specs[row], table.boxes[row], table.memory[row]
-        kind, dtype = int(columns.kind[column]), int(columns.dtype[column])
-        stored = TensorSpec(spec.name, dtype, columns.shape_of(column), kind)
+        stored = columns.spec_of(column)
         if spec.kind == OBJECT == stored.kind:
             assert isinstance(memory, BytesMemory)
             # The length comes from the file, and may be forged.
@@ -186,8 +185,7 @@ def _fit(
             spec, box, memory = _overlap(spec, box, memory, stored.shape)
     if spec != stored:
         raise ShapeMismatch(
-            f"{spec.name!r}: the checkpoint holds {what(stored.kind, stored.dtype, stored.shape)}, the state "
-            f"wants {describe(spec)}.",
+            f"{spec.name!r}: the checkpoint holds {what(stored)}, the state wants {describe(spec)}.",
             hint=f"{KINDS[stored.kind]} and {KINDS[spec.kind]} can't be exchanged."
             if spec.kind != stored.kind
             else "holdfast.load(cast=True) converts."

@@ -209,9 +209,7 @@ class StoredCheckpoint(Mapping[str, Any]):
         """Return `specs`, and of each tied weight the name that it is read under."""
         rows = np.asarray(sorted({self._row[name] for name in names}), np.int64)
         columns = self._source.select(rows)
-        dtypes, kinds = columns.dtype.tolist(), columns.kind.tolist()
-        shapes = map(columns.shape_of, range(len(rows)))
-        specs = [TensorSpec(*row) for row in zip(columns.names, dtypes, shapes, kinds, strict=True)]
+        specs = columns.specs()
         return specs, {specs[row].name: specs[first].name for row, first in tied_rows(columns).items()}
 
     def read_boxes(self, boxes: Sequence[Wanted]) -> list[torch.Tensor]:

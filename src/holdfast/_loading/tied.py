@@ -77,7 +77,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _parts(columns: Columns, row: int) -> tuple[bytes, ...]:
     """Return boxes, blocks and digests of the chunks of a tensor."""
-    chunks = slice(int(columns.chunk_end[row - 1]) if row else 0, int(columns.chunk_end[row]))
+    chunks = columns.chunks_of(row)
     ends = np.concatenate([[0], columns.digest_end])[chunks.start : chunks.stop + 1]
     boxes = (getattr(columns, name)[chunks].tobytes() for name in ("offset", "size", "block"))
     return (*boxes, columns.digests[int(ends[0]) : int(ends[-1])].tobytes())

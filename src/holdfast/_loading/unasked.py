@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from holdfast._format.columns import Array, runs
+from holdfast._format.columns import Array
+from holdfast._layout.ranks import runs
 from holdfast._layout.tensor import listed
 from holdfast._protocol.call import Call
 from holdfast._protocol.operation import agree

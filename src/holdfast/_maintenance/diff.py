@@ -96,13 +96,10 @@ class _Side:
     def chunks(self, row: int) -> _Chunks:
         """Return the digests of each chunk of a tensor."""
         columns, ndim = self.columns, int(self.columns.ndim[row])
-        first, last = (int(columns.chunk_end[row - 1]) if row else 0), int(columns.chunk_end[row])
-        start, found = int(columns.digest_end[first - 1]) if first else 0, {}
-        for chunk in range(first, last):
+        found = {}
+        for chunk in range(len(columns.file))[columns.chunks_of(row)]:
             box = Box(unpad(columns.offset[chunk], ndim), unpad(columns.size[chunk], ndim))
-            stop = int(columns.digest_end[chunk])
-            found[box] = int(columns.block[chunk]), columns.digests[start:stop].tobytes()
-            start = stop
+            found[box] = int(columns.block[chunk]), columns.digests_of(chunk).tobytes()
         return found
 
     def reader(self, row: int) -> Callable[[Box], Elements]:
@@ -125,16 +122,12 @@ class _IndexComparison:
     changed: list[Changed] = field(default_factory=list)
 
     def row(self, row: int) -> None:
-        kinds = [int(side.columns.kind[row]) for side in self.sides]
-        a, b = (
-            (kind, int(side.columns.dtype[row]), side.columns.shape_of(row))
-            for kind, side in zip(kinds, self.sides, strict=True)
-        )
-        name, (mine, theirs) = self.sides[0].columns.names[row], [side.chunks(row) for side in self.sides]
+        a, b = (side.columns.spec_of(row) for side in self.sides)
+        name, (mine, theirs) = a.name, [side.chunks(row) for side in self.sides]
         # Lengths of objects, which are their shapes, may differ although the values are equal.
-        if a != b and kinds != [OBJECT, OBJECT]:
-            self.changed.append(Changed(name, what(*a), what(*b)))
-        elif mine != theirs and kinds[0] == OBJECT:
+        if a != b and not a.kind == b.kind == OBJECT:
+            self.changed.append(Changed(name, what(a), what(b)))
+        elif mine != theirs and a.kind == OBJECT:
             self._object(name, row)
         elif mine != theirs:
             self._tensor(name, row, mine, theirs)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from holdfast._format.columns import Array, Columns, counts_of, unpad
+from holdfast._format.columns import Array, Columns, unpad
 from holdfast._format.container import Header, HeaderEntry, read_header
 from holdfast._format.digest import digest
 from holdfast._format.names import EMBEDDED, FORMAT, is_link_to, name_of_chunk, without_offset
@@ -55,7 +55,6 @@ class FilesCheck:
         """Files that are links to those of earlier steps; the index names only what has not changed since."""
         self.tensor = columns.tensor_of_chunk()
         self.nbytes = columns.chunk_bytes()
-        self.counts = counts_of(columns.digest_end)
         order = np.lexsort((columns.position, columns.file))
         bounds = np.searchsorted(columns.file[order], np.arange(len(columns.file_names) + 1))
         self.chunks_of = [order[low:high] for low, high in pairwise(bounds.tolist())]
@@ -275,13 +274,11 @@ class FilesCheck:
         return self._joined(name, bad)
 
     def _blocks(self, chunk: int) -> list[_Block]:
-        columns, count = self.columns, int(self.counts[chunk])
-        position, nbytes = int(columns.position[chunk]), int(self.nbytes[chunk])
-        block, end = int(columns.block[chunk]), int(columns.digest_end[chunk])
-        digests = columns.digests[end - count : end].tolist()
+        position, nbytes = int(self.columns.position[chunk]), int(self.nbytes[chunk])
+        block = int(self.columns.block[chunk])
         return [
             _Block(position + index * block, min(block, nbytes - index * block), wanted, chunk)
-            for index, wanted in enumerate(digests)
+            for index, wanted in enumerate(self.columns.digests_of(chunk).tolist())
         ]
 
     def _joined(self, name: str, bad: list[tuple[_Block, str]]) -> list[Damage]:
@@ -335,15 +332,11 @@ def _rows(columns: Columns, tensor: Array, chunks: Array) -> Iterator[tuple[obje
         row = int(tensor[chunk])
         # Unpadded, because an index pads to its widest tensor, which a file may not have.
         ndim = int(columns.ndim[row])
-        first = int(columns.digest_end[chunk - 1]) if chunk else 0
         yield (
-            columns.names[row],
-            int(columns.kind[row]),
-            int(columns.dtype[row]),
-            columns.shape_of(row),
+            *columns.spec_of(row),
             unpad(columns.offset[chunk], ndim),
             unpad(columns.size[chunk], ndim),
             int(columns.position[chunk]),
             int(columns.block[chunk]),
-            columns.digests[first : int(columns.digest_end[chunk])].tobytes(),
+            columns.digests_of(chunk).tobytes(),
         )

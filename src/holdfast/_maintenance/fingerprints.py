@@ -18,7 +18,7 @@ from holdfast._format.names import is_weight
 from holdfast._io.raw_read import slabs
 from holdfast._layout.box import Box
 from holdfast._layout.coverage import first_problem
-from holdfast._layout.tensor import DTYPES, OBJECT, Dims
+from holdfast._layout.tensor import DTYPES, OBJECT, Dims, TensorSpec
 from holdfast._plan.agreement import what
 from holdfast._plan.shard_table import ShardTable, contiguous_at
 from holdfast._protocol.call import Call, begin_call
@@ -181,9 +181,9 @@ class _Whole:
         for name, spec in rows.specs.items():
             first, known = self._specs.setdefault(name, (rank, spec))
             if known != spec:
+                texts = [what(TensorSpec(name, *one)) for one in (known, spec)]
                 raise ReplicaMismatch(
-                    f"Ranks disagree on {name!r}: rank {first} holds {what(0, *known)}, rank {rank} "
-                    f"{what(0, *spec)}.",
+                    f"Ranks disagree on {name!r}: rank {first} holds {texts[0]}, rank {rank} {texts[1]}.",
                     rank=rank,
                     details={"tensor": name, "ranks": [first, rank]},
                 )

@@ -208,8 +208,7 @@ def _tensor(
     store: Store, index: Index, columns: Columns, position: int, row: int, tied_to: str | None
 ) -> Tensor:
     """Describe a row of the index, which stands at `position` in `columns`."""
-    first = int(columns.chunk_end[position - 1]) if position else 0
-    mine: Array = columns.file[first : int(columns.chunk_end[position])]
+    mine: Array = columns.file[columns.chunks_of(position)]
     is_object, shape = int(columns.kind[position]) == OBJECT, columns.shape_of(position)
     dtype = DTYPES[int(columns.dtype[position])]
     # As Python integers, which do not overflow.

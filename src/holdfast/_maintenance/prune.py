@@ -24,7 +24,7 @@ from holdfast._io.index_file import open_index
 from holdfast._store.base import FOLDERS, Entry, Folder, Store
 from holdfast._store.local import open_store
 from holdfast._store.publishing import HIDDEN
-from holdfast._store.run_folder import all_step_folders, is_linked, is_spelled_as_ours, remove_step, surplus
+from holdfast._store.run_folder import all_step_folders, is_linked, is_spelled_as_ours, remove_step
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
 
 HOUR = 3600.0
@@ -158,7 +158,8 @@ class _Sweep:
         """Remove committed steps beyond the newest `keep` that can be read."""
         # `good` ascends by step, in the order of the visits. It has only steps that can be read, so a damaged
         # newest step never displaces the last good one.
-        for folder in surplus(filter(is_spelled_as_ours, self.good), keep):
+        ours = list(filter(is_spelled_as_ours, self.good))
+        for folder in ours[: max(len(ours) - keep, 0)]:
             if folder in self.busy:
                 continue  # reported already
             stats = [self.store.stat(name) for name in self._all(folder)]

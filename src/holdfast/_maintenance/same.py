@@ -28,7 +28,6 @@ from holdfast._layout.tensor import (
     CODE_OF,
     DTYPES,
     FLOATS,
-    TENSOR,
     Dims,
     TensorSpec,
     less_exact,
@@ -186,7 +185,7 @@ class _Comparison:
             except (BadInput, MissingTensors, ShapeMismatch) as error:  # from a published model
                 if isinstance(self._lead, LiveSide) and isinstance(error, BadInput):
                     raise
-                self.unlike.append(Unlike(name, what(TENSOR, spec.dtype, spec.shape), error.message))
+                self.unlike.append(Unlike(name, what(spec), error.message))
                 self._other.used |= self._parts(spec)  # reported already
         left = [name for name in theirs if name not in mine and keep(name)]
         if not compared and not left:
@@ -219,8 +218,7 @@ class _Comparison:
             pair = _Pair((embedding, output), (region,), (None, None))
             if not self._elements(pair, self._other, self._other)[0]:
                 return
-        text = what(TENSOR, output.dtype, output.shape)
-        self.unlike.append(Unlike(output.name, "the embedding (tie_word_embeddings)", text))
+        self.unlike.append(Unlike(output.name, "the embedding (tie_word_embeddings)", what(output)))
 
     def _parts(self, spec: TensorSpec) -> set[str]:
         """Return the published tensors of which a tensor is made; none if its shape does not fit."""
@@ -248,8 +246,8 @@ class _Comparison:
             mine, other, stored = spec, spec, published_regions(folder, spec)
         dtypes = [less_exact(mine.dtype, dtype) for dtype, _ in stored]
         if mine.shape != other.shape or None in dtypes:
-            texts = [what(TENSOR, one, two.shape) for one, two in ((mine.dtype, mine), (stored[0][0], other))]
-            self.unlike.append(Unlike(spec.name, texts[0], texts[1]))
+            text = what(other._replace(dtype=stored[0][0]))
+            self.unlike.append(Unlike(spec.name, what(mine), text))
             return None
         regions = [
             _Region(box, (mine.dtype, had), dtype)
@@ -283,7 +281,7 @@ class _Comparison:
             return spec, theirs
         specs = [
             one._replace(dtype=CODE_OF["float32"])
-            if side.published is not None and side.published.is_scaled(one.name)
+            if side.published is not None and side.published.has(one.name + hf.SCALES)
             else one
             for side, one in ((self._lead, spec), (self._other, theirs))
         ]
@@ -311,7 +309,7 @@ class _Comparison:
     def _text(self, pair: _Pair, place: int) -> str:
         """Describe a tensor in one place, and which values of the other place it can't hold."""
         spec = pair.specs[place]
-        text = what(TENSOR, spec.dtype, spec.shape)
+        text = what(spec)
         if self._lost and all(region.stored[place] == region.dtype for region in pair.regions):
             text += f", in which values of the other place {' or '.join(sorted(self._lost))}"
         return text

@@ -74,12 +74,7 @@ class FolderSide:
 
     def weights(self) -> dict[str, TensorSpec]:
         """Return the specs of all weights, by name."""
-        columns = self._columns
-        specs = {
-            name: TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
-            for row, name in enumerate(columns.names)
-            if columns.kind[row] == TENSOR
-        }
+        specs = {spec.name: spec for spec in self._columns.specs() if spec.kind == TENSOR}
         if not specs:
             raise BadInput(f"{self.store.url} holds no weights.")
         return specs

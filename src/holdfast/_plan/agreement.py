@@ -11,7 +11,7 @@ from holdfast._format.columns import Array, unpad
 from holdfast._format.digest import digest_many
 from holdfast._layout.coverage import Problem, first_problem
 from holdfast._layout.deferred_offset import place
-from holdfast._layout.tensor import DTYPES, KINDS, OBJECT, listed, nearest
+from holdfast._layout.tensor import DTYPES, KINDS, OBJECT, TensorSpec, listed, nearest
 from holdfast.errors import CoverageError, ReplicaMismatch, Vanished
 
 DECLARE = (
@@ -53,11 +53,11 @@ class RankRows(NamedTuple):
     late_rank: Array
 
 
-def what(kind: int, dtype: int, shape: tuple[int, ...]) -> str:
+def what(spec: TensorSpec) -> str:
     """Return `float32[4, 8]`, or `an object of 12 bytes`."""
-    if kind == OBJECT:
-        return f"an {KINDS[kind]} of {shape[0]} bytes"
-    return f"{DTYPES[dtype].name}{list(shape)}"
+    if spec.kind == OBJECT:
+        return f"an {KINDS[spec.kind]} of {spec.shape[0]} bytes"
+    return f"{DTYPES[spec.dtype].name}{list(spec.shape)}"
 
 
 def disagreement(

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast._format.columns import Array, Columns, expand_ranges, runs
+from holdfast._format.columns import Array, Columns, expand_ranges
 from holdfast._layout.box import Box
+from holdfast._layout.ranks import runs
 from holdfast._plan.read import Overlaps, touched_blocks
 from holdfast._plan.shard_table import RowArrays
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from holdfast._format.columns import Columns, runs, unpad
+from holdfast._format.columns import Columns, pad, unpad
 from holdfast._format.digest import hex_digest
 from holdfast._layout.box import Box
+from holdfast._layout.ranks import runs
 from holdfast._plan.read import overlaps, touched_blocks
 
 
@@ -37,12 +38,11 @@ class ChunkPart(msgspec.Struct, frozen=True):
 def needed(columns: Columns, tensor: int, box: Box) -> tuple[ChunkPart, ...]:
     """Return what a reader of `box` reads: one part per chunk that shares elements with it."""
     ndim, dims = int(columns.ndim[tensor]), columns.dims
-    lead = dims - ndim
     pairs = overlaps(
         len(columns.names),
         np.asarray([tensor]),
-        np.asarray([(0,) * lead + box.offset], np.int64).reshape(1, dims),
-        np.asarray([(1,) * lead + box.shape], np.int64).reshape(1, dims),
+        pad([box.offset], dims, 0),
+        pad([box.shape], dims, 1),
         columns.tensor_of_chunk(),
         columns.offset,
         columns.size,
@@ -59,12 +59,8 @@ def needed(columns: Columns, tensor: int, box: Box) -> tuple[ChunkPart, ...]:
 
 
 def _part(columns: Columns, chunk: int, nbytes: int, box: Box, blocks: list[int]) -> ChunkPart:
-    file, position, block = (
-        int(columns.file[chunk]),
-        int(columns.position[chunk]),
-        int(columns.block[chunk]),
-    )
-    base = int(columns.digest_end[chunk - 1]) if chunk else 0
+    file, digests = int(columns.file[chunk]), columns.digests_of(chunk)
+    position, block = int(columns.position[chunk]), int(columns.block[chunk])
     return ChunkPart(
         offset=box.offset,
         shape=box.shape,
@@ -73,7 +69,7 @@ def _part(columns: Columns, chunk: int, nbytes: int, box: Box, blocks: list[int]
         start=position,
         stop=position + nbytes,
         block=block,
-        digests=tuple(hex_digest(int(columns.digests[base + number])) for number in blocks),
+        digests=tuple(hex_digest(int(digests[number])) for number in blocks),
         ranges=tuple(
             (position + first * block, position + min((last + 1) * block, nbytes))
             for first, last in runs(blocks)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from holdfast._format.columns import FINGERPRINTS, Array, Columns, counts_of, expand_ranges, pad
-from holdfast._layout.tensor import OBJECT
+from holdfast._layout.tensor import OBJECT, TensorSpec
 from holdfast._plan.agreement import (
     RankRows,
     check_coverage,
@@ -35,8 +35,7 @@ class Merger:
 
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}
-        self._specs: list[tuple[int, int, tuple[int, ...]]] = []
-        """Kind, dtype and shape of each tensor."""
+        self._specs: list[TensorSpec] = []
         self._rank: list[int] = []
         self._parts: list[RankRows] = []
         self._file_names: list[str] = []
@@ -83,23 +82,16 @@ class Merger:
     def _place(self, rank: int, columns: Columns) -> Array:
         """Return the global row of each tensor of a rank. ReplicaMismatch if a name has another meaning
         here."""
-        rows, dims = self._rows, columns.dims
-        numbers = zip(
-            *(column.tolist() for column in (columns.kind, columns.dtype, columns.ndim)), strict=True
-        )
-        specs = [
-            (kind, dtype, (*shape[dims - ndim :],))
-            for (kind, dtype, ndim), shape in zip(numbers, columns.shape.tolist(), strict=True)
-        ]
         # Only names are looped over. Chunks, digests and witnesses are many more, and stay in arrays.
+        rows, specs = self._rows, columns.specs()
         new = {name: spec for name, spec in zip(columns.names, specs, strict=True) if name not in rows}
         rows.update(zip(new, range(len(rows), len(rows) + len(new)), strict=True))
         self._specs += new.values()
         self._rank += [rank] * len(new)
         place = [rows[name] for name in columns.names]
-        for name, row, spec in zip(columns.names, place, specs, strict=True):
+        for row, spec in zip(place, specs, strict=True):
             if self._specs[row] != spec:
-                raise disagreement(name, self._rank[row], what(*self._specs[row]), rank, what(*spec))
+                raise disagreement(spec.name, self._rank[row], what(self._specs[row]), rank, what(spec))
         return np.asarray(place, np.int64)
 
     def finish(self, tick: Callable[[], None] = lambda: None, is_slice: bool = False) -> Columns:
@@ -113,8 +105,8 @@ class Merger:
 
         joined = self._join(rank_of_row)
         tick()
-        shapes = pad([shape for _, _, shape in self._specs], self._dims, 1)[by_name]
-        ndim = np.fromiter(map(len, [shape for _, _, shape in self._specs]), "u1", len(by_name))[by_name]
+        shapes = pad([spec.shape for spec in self._specs], self._dims, 1)[by_name]
+        ndim = np.fromiter((len(spec.shape) for spec in self._specs), "u1", len(by_name))[by_name]
         # Before coverage, which needs the final offsets.
         place_deferred(sorted_names, shapes, ndim, joined)
         tick()
@@ -136,8 +128,8 @@ class Merger:
         summed = order if len(joined.fingerprint_first) == len(order) else order[:0]
         return Columns(
             names=sorted_names,
-            dtype=np.asarray([dtype for _, dtype, _ in self._specs], "u1")[by_name],
-            kind=np.asarray([kind for kind, _, _ in self._specs], "u1")[by_name],
+            dtype=np.asarray([spec.dtype for spec in self._specs], "u1")[by_name],
+            kind=np.asarray([spec.kind for spec in self._specs], "u1")[by_name],
             ndim=ndim,
             shape=shapes,
             chunk_end=np.cumsum(np.bincount(joined.tensor, minlength=len(by_name)), dtype="<i8"),

@@ -3,7 +3,7 @@ task."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +23,7 @@ from holdfast._protocol.messages import (
     to_message,
 )
 from holdfast._protocol.phases import TRANSITIONS, Transitions
-from holdfast._roster.presence import Seen
+from holdfast._roster.whereabouts import Inquiry
 from holdfast._values import Message
 from holdfast.errors import HoldfastError, RankInfo
 
@@ -77,22 +77,6 @@ class Look(NamedTuple):
 
 Effect = Put | Get | Claim | Count | Delete | Pause | Do | Look
 Steps = Generator[Effect, Any, Any]
-
-
-class Questions(Protocol):
-    """The questions of one call to ranks that it waits for (`whereabouts.Inquiry`)."""
-
-    def ask(self, ranks: Iterable[int], seen: dict[int, Seen]) -> None:
-        """Ask those that were not asked yet, without waiting for the answers."""
-        ...
-
-    def answers(self, ranks: Sequence[int], seen: dict[int, Seen], patience: float) -> dict[int, str]:
-        """Return where ranks are, as far as that is known within `patience` seconds."""
-        ...
-
-    def again(self) -> None:
-        """Let the next question be a new one."""
-        ...
 
 
 class Late(NamedTuple):
@@ -154,7 +138,7 @@ class Context:
     too."""
     on_late: Callable[[Late], None] = lambda late: None
     """Called on one rank when a wait takes long, and when that is over."""
-    inquiry: Questions | None = None
+    inquiry: Inquiry | None = None
     """Asks ranks where their code is."""
     blocks: bool = False
     """Is this the only thread of the program that makes calls? Then it makes no other one meanwhile."""

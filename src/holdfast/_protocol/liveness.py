@@ -1,15 +1,13 @@
 """What ends a wait for other ranks, and what is told of it meanwhile.
 
 Silence is not death. A rank that does not come may be late, hold the GIL, be stopped, or sit in storage; as
-long as its process is there, it is waited for until the deadline, and that is told. `TABLE` says what ends a
-wait; docs/failure-model.md prints it.
+long as its process is there, it is waited for until the deadline, and that is told. docs/failure-model.md has
+a table of what ends a wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
-from typing import NamedTuple
 
 import msgspec
 
@@ -27,44 +25,6 @@ COURTESY = 0.5
 """Seconds past the deadline that the other ranks wait for the committer, which knows best who is missing."""
 AWAY = 5.0
 """Seconds more than planned between two looks, which are this process's own absence."""
-
-
-class WaitRule(NamedTuple):
-    """What is known of a rank that is waited for, and what follows."""
-
-    told: str
-    ends: str
-    """When the wait ends."""
-
-
-class PeerStatus(Enum):
-    """What is known of a rank that is waited for."""
-
-    GONE = "its process is gone"
-    SAID = "it said so itself: left this call by an error, ended its program, left the session"
-    CYCLE = "a cycle: it waits, in a wait that it has declared, for one who waits for it"
-    HOST_GONE = "its host is gone"
-    HELD = "stopped, or stuck in storage (state T, D)"
-    ALIVE = "alive: late, elsewhere, in user code, holding the GIL"
-    PROGRESS = "making progress (bytes, files, messages)"
-
-
-TABLE = {
-    PeerStatus.GONE: WaitRule("at once", "at once, everywhere, with its name and how it ended"),
-    PeerStatus.SAID: WaitRule("at once", "at once"),
-    PeerStatus.CYCLE: WaitRule("at once", "at once: that is proof, not silence"),
-    PeerStatus.HOST_GONE: WaitRule("after `lost_after` (120 s)", "then"),
-    PeerStatus.HELD: WaitRule("after `report_after` (30 s), then at doubling intervals", "at the deadline"),
-    PeerStatus.ALIVE: WaitRule(
-        "after `report_after` (30 s), then at doubling intervals",
-        "at the deadline, never sooner than stock: the larger of `timeout` and the group's own timeout",
-    ),
-    PeerStatus.PROGRESS: WaitRule(
-        "as progress",
-        "not by default: progress moves the deadline. A `timeout` that the caller gives is absolute",
-    ),
-}
-"""In the order of strength: the first that holds decides."""
 
 
 class PeerMonitor:
@@ -300,10 +260,7 @@ class PeerMonitor:
 
     def _state(self, seen: Seen) -> str:
         """Say what a late rank does, as far as it shows."""
-        held = seen.held()
-        return "; ".join(
-            filter(None, (self._where(seen), f"it is {held} (state {seen.state})" if held else ""))
-        )
+        return "; ".join(filter(None, (self._where(seen), seen.held())))
 
     # -- the end --------------------------------------------------------------------------------------
 

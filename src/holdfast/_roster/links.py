@@ -137,8 +137,7 @@ class Link:
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _PROBES.items():
-            if hasattr(socket, name):
-                made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._socket, self._received = made, b""
         heart.on_readable(made, self._read)
         return Path.OPEN

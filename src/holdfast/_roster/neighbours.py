@@ -51,7 +51,9 @@ class Neighbour:
             # A process on the store's host reaches it, and is reached, by another address from there.
             local = who.address.startswith("127.") or who.address == "::1"
             self._link = Link(store_address if local else who.address, who.port, who.token, hurry)
-        self._silent, self._beat, self._looked = 0.0, -1, time.monotonic()
+        self.silent = 0.0
+        """Seconds for which its host has not answered, over a path that it has answered before."""
+        self._beat, self._looked = -1, time.monotonic()
         self.is_quiet = False
         """Has it not renewed its message between the last two looks?"""
 
@@ -73,20 +75,15 @@ class Neighbour:
         path = self._link.look()
         now = time.monotonic()
         if path is Path.UNREACHABLE and self.is_quiet:
-            self._silent += min(now - self._looked, longest_turn)
+            self.silent += min(now - self._looked, longest_turn)
         else:
-            self._silent = 0.0
+            self.silent = 0.0
         self._looked = now
         if path is Path.ENDED:
             return "its process has ended"
-        if self._silent >= lost_after:
-            return f"its host has not answered for {self._silent:.0f} s"
+        if self.silent >= lost_after:
+            return f"its host has not answered for {self.silent:.0f} s"
         return ""
-
-    @property
-    def silent(self) -> float:
-        """Seconds for which its host has not answered, over a path that it has answered before."""
-        return self._silent
 
     def close(self) -> None:
         self._forget_fd()

@@ -90,8 +90,9 @@ class Seen(NamedTuple):
         return self.vitals is not None and key in self.vitals.operations
 
     def held(self) -> str:
-        """Say what keeps its process from doing anything; "" if nothing does."""
-        return HELD.get(self.state, "")
+        """Say what keeps its process from doing anything, as `it is stopped by a signal (state T)`; "" if
+        nothing does."""
+        return f"it is {HELD[self.state]} (state {self.state})" if self.state in HELD else ""
 
 
 def see(roster: Roster, ranks: Sequence[int]) -> dict[int, Seen]:

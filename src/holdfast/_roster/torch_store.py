@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from weakref import finalize, ref
 
 import msgspec
@@ -42,30 +42,8 @@ CONNECTED = 10_000
 """Ranks of a larger world that connect in one second."""
 
 
-class _Client(Protocol):
-    """Keys and values of one store; `tcp_client.TcpClient` says what each method does."""
-
-    def set(self, name: str, value: bytes) -> None: ...
-
-    def get(self, names: Sequence[str]) -> list[bytes | None]: ...
-
-    def claim(self, name: str, value: bytes) -> bytes: ...
-
-    def add(self, name: str) -> int: ...
-
-    def delete(self, names: Sequence[str]) -> None: ...
-
-    def wait(self, name: str, seconds: float) -> bool: ...
-
-    def way(self) -> tuple[str, str]: ...
-
-    def is_open(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-
 class _TorchClient:
-    """torch's own client, for stores other than a TCPStore."""
+    """torch's own client, for stores other than a TCPStore; `TcpClient` says what each method does."""
 
     def __init__(self, store: Any) -> None:
         self._store: Any = clone_store(store)
@@ -116,6 +94,9 @@ class _TorchClient:
                 return False
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, 0.05)
+
+
+_Client: TypeAlias = TcpClient | _TorchClient
 
 
 class _Connections:

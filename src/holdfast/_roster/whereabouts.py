@@ -110,9 +110,7 @@ def where_seen(seen: Seen) -> str:
     """Say where a process of this machine is, without its help; "" if that can't be seen."""
     if seen.vitals is None or not seen.state:
         return ""
-    if seen.held():
-        return f"it is {seen.held()} (state {seen.state})"
-    return where_dumped(seen.vitals.who.stack())
+    return seen.held() or where_dumped(seen.vitals.who.stack())
 
 
 _here: WeakValueDictionary[tuple[str, int], threading.Thread] = WeakValueDictionary()

@@ -45,11 +45,16 @@ class TensorMemory:
         target.copy_(part, non_blocking=getattr(_here, "not_waiting", False))
 
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        values = torch.frombuffer(data, dtype=self.stored).view(shape)[inside.slices()]
         # An inference tensor may be changed only in inference mode.
         with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
-            part = self.tensor.detach()[box.slices()]
-            check_is_view(part, self.tensor)
-            part.copy_(torch.frombuffer(data, dtype=self.stored).view(shape)[inside.slices()])
+            self.put(box, values)
+
+    def put(self, box: Box, values: torch.Tensor) -> None:
+        """Copy what is stored for a sub-box into it. Called where the tensor may be changed."""
+        part = self.tensor.detach()[box.slices()]
+        check_is_view(part, self.tensor)
+        part.copy_(values)
 
 
 def _is_direct(tensor: torch.Tensor) -> bool:
@@ -62,14 +67,11 @@ class ShiftedMemory(TensorMemory):
     """A tensor whose elements are the stored ones plus a number."""
 
     def __init__(self, tensor: torch.Tensor, stored: torch.dtype, shift: float) -> None:
-        super().__init__(tensor, stored)
-        self.address = 0  # bytes must not be read directly into the tensor
+        super().__init__(tensor, stored, 0)  # bytes must not be read directly into the tensor
         self._shift = shift
 
-    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
-        values = torch.frombuffer(data, dtype=self.stored).view(shape)[inside.slices()]
-        with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
-            self.tensor.detach()[box.slices()].copy_(values.float() + self._shift)
+    def put(self, box: Box, values: torch.Tensor) -> None:
+        super().put(box, values.float() + self._shift)
 
 
 def check_is_view(part: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -213,11 +213,8 @@ def _as_storage_error(doing: str, path: str, error: OSError) -> StorageError:
         errno.EACCES: "Choose a folder that this user can write to.",
     }
     reason = os.strerror(error.errno) if error.errno else str(error)
-    raised = kind(
+    return kind(
         f"{doing} {path} failed: {reason}.",
         hint=hints.get(error.errno or 0, ""),
         details={"errno": error.errno},
     )
-    # Set by hand: OSError sets errno only if it is given two arguments, and this one has a sentence.
-    raised.errno = error.errno
-    return raised

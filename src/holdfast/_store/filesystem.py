@@ -32,9 +32,9 @@ STALE = frozenset({errno.ESTALE})
 PASSING = STALE | {errno.EINTR, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
 """Errors of `open` that may pass."""
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-_SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_SEARCH = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 """Flags to traverse a folder, which needs fewer permissions than listing it."""
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_sync_file_range = ctypes.CDLL(None).sync_file_range
 """Linux's; Python does not have it."""
 _warned: set[int] = set()
 """Devices that can't sync folders, about which a warning was logged."""
@@ -73,8 +73,7 @@ def begin_writeback(fd: int) -> None:
 
     It waits for no page, reports no error and makes nothing durable: all that is for `fsync`.
     """
-    if _sync_file_range is not None:
-        _sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), 2)  # all of it, SYNC_FILE_RANGE_WRITE
+    _sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), 2)  # all of it, SYNC_FILE_RANGE_WRITE
 
 
 def read_at(fd: int, start: int, length: int) -> bytes:

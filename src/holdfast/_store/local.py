@@ -193,10 +193,6 @@ class LocalStore:
     def open(self, path: str) -> LocalReader:
         return LocalReader(self._full(path), self.root)
 
-    def _below_top(self, path: str) -> list[str]:
-        """Return the parts of a path, from the first parent on."""
-        return _parts_below(self._top, self._full(path))
-
     def _for_writing(self, path: str) -> str:
         """Return the full path. Raises StorageError if a folder on the way is a link."""
         # A link that is made between this check and the use of the path is followed. `delete`, which can't be
@@ -222,9 +218,10 @@ class LocalStore:
         publish(self._for_writing(path), data, replacing)
 
     def delete(self, path: str) -> None:
-        *folders, name = self._below_top(path)
+        full = self._full(path)
+        *folders, name = _parts_below(self._top, full)
         with (
-            storage_errors("Deleting", self._full(path)),
+            storage_errors("Deleting", full),
             # A failed save, `prune` and `keep=` may delete the same file at the same time.
             suppress(FileNotFoundError, NotADirectoryError),
             folder_beneath(self._top, folders) as folder,

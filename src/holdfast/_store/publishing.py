@@ -197,6 +197,4 @@ def _conflict(target: str) -> Conflict:
 
 def _unsettled(sentence: str, in_place: bool, error: OSError) -> Unsettled:
     reason = os.strerror(error.errno) if error.errno else str(error)
-    raised = Unsettled(f"{sentence}: {reason}.", details={"errno": error.errno, "in_place": in_place})
-    raised.errno = error.errno
-    return raised
+    return Unsettled(f"{sentence}: {reason}.", details={"errno": error.errno, "in_place": in_place})

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, suppress
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from holdfast._format.names import (
     COMMON_FILE,
@@ -34,7 +34,6 @@ from holdfast._store.retention import Retention, StepFacts
 from holdfast.errors import BadInput, HoldfastError, StorageError
 
 log = logging.getLogger("holdfast")
-T = TypeVar("T")
 _OTHERS = (TRAINER_STATE, CONFIG, COMMON_FILE)
 """A folder with one of these files is a checkpoint in a format that Holdfast does not load."""
 _WEIGHTS = (
@@ -60,8 +59,6 @@ _warned: set[str] = set()
 
 def step_folder(step: int, megatron: bool = False) -> str:
     """Return the name of a step's folder; megatron: as Megatron-LM names it."""
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEPS:
-        raise BadInput(f"step must be a whole number from 0 on, below {STEPS:.0e}, not {step!r}.")
     return f"iter_{step:07d}" if megatron else f"step-{step:08d}"
 
 
@@ -356,9 +353,3 @@ def remove_step(store: Store, folder: str) -> bool:
         if not name.endswith("/"):
             store.delete(f"{folder}/{name}")
     return store.child(folder).remove()
-
-
-def surplus(steps: Iterable[T], keep: int | None) -> list[T]:
-    """Return the steps (or their folders) beyond the newest `keep`, of ascending ones."""
-    ascending = list(steps)
-    return [] if keep is None else ascending[: max(len(ascending) - keep, 0)]

@@ -97,10 +97,6 @@ class PublishedModel(ForeignSource):
                 details={"tensor": name},
             )
 
-    def is_scaled(self, name: str) -> bool:
-        """Return whether there are scales by which a tensor's elements must be multiplied."""
-        return self.has(name + hf.SCALES)
-
 
 def weights_file(store: Store) -> str | None:
     """Return the name of the file by which transformers finds a model's weights: the only file of weights, or

@@ -14,11 +14,10 @@ import torch
 
 from holdfast._io.source import Rows
 from holdfast._layout.box import Box, whole
-from holdfast._layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, Dims, TensorSpec
+from holdfast._layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, TensorSpec
 from holdfast._plan.shard_table import Memory, ShardTable
 from holdfast._state.memory import ShiftedMemory, TensorMemory, check_is_view, torch_dtype
 from holdfast._state.reordered import as_published
-from holdfast._values import Buffer
 from holdfast._views.hub_format import Place
 from holdfast._views.hugging_face import PublishedModel
 from holdfast._views.mapping import MINUS_ONE, Segment
@@ -77,12 +76,12 @@ class _Look:
         memory = table.memory[row]
         if spec.kind == OBJECT or not isinstance(memory, TensorMemory):
             if "_extra_state" not in spec.name:  # Transformer Engine's, which no published model has
-                self._as_it_is(table, row)
+                self.seen.extend(table.take([row]))
             return
         place = self.source.place(spec.name)
         if place is not None and not (place.code == IN_8_BITS != spec.dtype):
             self._check_dtype(place, spec)
-            self._as_it_is(table, row)
+            self.seen.extend(table.take([row]))
             return
         segments: list[Segment]
         if place is not None or is_packed(self.source, spec.name):
@@ -92,7 +91,7 @@ class _Look:
             segments = list(self.source.view.segments(spec.name, spec.shape, box))
         else:
             self.source.refuse_quantized(spec.name)
-            self._as_it_is(table, row)  # the load reports it as missing
+            self.seen.extend(table.take([row]))  # the load reports it as missing
             return
         covered = sum(segment.box.volume for segment in segments)
         if covered < box.volume:
@@ -107,16 +106,6 @@ class _Look:
             target = memory.tensor.detach()[segment.box.relative_to(box.offset).slices()]
             check_is_view(target, memory.tensor)
             self._add_segment(segment, spec, target)
-
-    def _as_it_is(self, table: ShardTable, row: int) -> None:
-        self.seen.add(
-            table.specs[row],
-            table.boxes[row],
-            table.replicas[row],
-            table.unsharded[row],
-            table.memory[row],
-            table.deferred[row],
-        )
 
     def _add_segment(self, segment: Segment, spec: TensorSpec, target: torch.Tensor) -> None:
         place, theirs = self.source.place(segment.name), segment.theirs(segment.box)
@@ -167,14 +156,11 @@ class _EverySecond(TensorMemory):
     """Every second column of what is read, from column 0 or 1 on: a gate or its up projection."""
 
     def __init__(self, tensor: torch.Tensor, stored: torch.dtype, turn: int) -> None:
-        super().__init__(tensor, stored)
-        self.address = 0
+        super().__init__(tensor, stored, 0)
         self._turn = turn
 
-    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+    def put(self, box: Box, values: torch.Tensor) -> None:
         skipped = (self._turn - box.offset[-1]) % 2
-        values = torch.frombuffer(data, dtype=self.stored).view(shape)[inside.slices()][..., skipped::2]
+        taken = values[..., skipped::2]
         first = (box.offset[-1] + skipped) // 2
-        target = self.tensor.detach()[box.slices()[:-1]][..., first : first + values.shape[-1]]
-        with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
-            target.copy_(values)
+        super().put(Box((*box.offset[:-1], first), (*box.shape[:-1], taken.shape[-1])), taken)

@@ -9,7 +9,6 @@ from holdfast._layout.box import Box
 from holdfast._layout.tensor import CODE_OF, DTYPES, FLOATS, Dims, TensorSpec
 from holdfast._plan.shard_table import Memory
 from holdfast._state.memory import TensorMemory, torch_dtype
-from holdfast._values import Buffer
 from holdfast._views.hub_format import SCALES, Place
 from holdfast._views.hugging_face import PublishedModel
 from holdfast._views.mapping import Segment
@@ -80,18 +79,15 @@ class _InBlocks(TensorMemory):
     def __init__(
         self, tensor: torch.Tensor, stored: torch.dtype, origin: Dims, scales: torch.Tensor, sides: Dims
     ) -> None:
-        super().__init__(tensor, stored)
-        self.address = 0
+        super().__init__(tensor, stored, 0)
         self._origin, self._scales, self._sides = origin, scales, sides
 
-    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
-        values = torch.frombuffer(data, dtype=self.stored).view(shape)[inside.slices()].float()
+    def put(self, box: Box, values: torch.Tensor) -> None:
         scales = self._scales
         for axis, side in enumerate(self._sides):
             first = self._origin[axis] + box.offset[axis]
             scales = scales.index_select(axis, torch.arange(first, first + box.shape[axis]) // side)
-        with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
-            self.tensor[box.slices()].copy_(values * scales)
+        super().put(box, values.float() * scales)
 
 
 def is_packed(source: PublishedModel, name: str) -> bool:
@@ -139,8 +135,7 @@ class PackedPart(TensorMemory):
         theirs = segment.theirs(segment.box)
         # Of a split tensor only every second column is taken: the gate's or the up projection's.
         self._step, self._turn = (2, theirs.offset[-1]) if segment.split else (1, 0)
-        super().__init__((target.squeeze(-1) if segment.split else target).movedim(1, -1), torch.uint8)
-        self.address = 0
+        super().__init__((target.squeeze(-1) if segment.split else target).movedim(1, -1), torch.uint8, 0)
         self._source, self._scales = source, scales
         self.spec = TensorSpec(blocks.name, blocks.code, blocks.shape)
         (expert, first, column), (experts, rows, columns) = segment.joined(theirs)
@@ -148,11 +143,10 @@ class PackedPart(TensorMemory):
         low, high = first // _GROUP, -(-(first + rows) // _GROUP)
         self.box = Box((expert, column, low, 0), (experts, columns, high - low, _GROUP // 2))
 
-    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
-        packed = torch.frombuffer(data, dtype=torch.uint8).view(shape)[inside.slices()]
+    def put(self, box: Box, values: torch.Tensor) -> None:
         expert, column, group, byte = (a + b for a, b in zip(self.box.offset, box.offset, strict=True))
         skipped = (self._turn - box.offset[1]) % self._step
-        packed = packed[:, skipped :: self._step]
+        packed = values[:, skipped :: self._step]
         experts, columns, groups, nbytes = packed.shape
         # A part with several groups has all bytes of each, so its rows follow one another.
         begin = group * _GROUP + 2 * byte
@@ -168,9 +162,8 @@ class PackedPart(TensorMemory):
                 some = packed[index, start : start + step]
                 at = column + skipped + start * self._step
                 exponents = self._exponents(expert + index, at, len(some))[:, group : group + groups, None]
-                values = torch.ldexp(_unpacked(some), exponents).flatten(1)[:, low - begin : high - begin]
-                with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
-                    target[index, start : start + step].copy_(values)
+                numbers = torch.ldexp(_unpacked(some), exponents).flatten(1)[:, low - begin : high - begin]
+                target[index, start : start + step].copy_(numbers)
 
     def _exponents(self, expert: int, column: int, count: int) -> torch.Tensor:
         """Read the exponents of `count` columns that are taken, from this one on, for all their groups."""

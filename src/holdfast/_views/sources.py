@@ -30,12 +30,7 @@ class IndexedModel(IndexSource, PublishedModel):
     @cached_property
     def _specs(self) -> dict[str, TensorSpec]:
         """All tensors, read at once, because callers ask for every one."""
-        columns = self.index.select()
-        dtypes: list[int] = columns.dtype.tolist()
-        return {
-            name: TensorSpec(name, dtypes[row], columns.shape_of(row))
-            for row, name in enumerate(columns.names)
-        }
+        return {spec.name: spec for spec in self.index.select().specs()}
 
     def has(self, name: str) -> bool:
         return name in self._specs

@@ -301,8 +301,7 @@ def _seen_from_here(rank: int, seen: Seen) -> Rank | None:
         return Rank(rank, endings=(_ending(seen),))
     if seen.vitals is None or not seen.there:
         return None
-    state = f"{seen.held()} (state {seen.state})" if seen.held() else ""
-    stacks = _dumped(seen.vitals.who)
+    stacks, state = _dumped(seen.vitals.who), seen.held().removeprefix("it is ")
     return Rank(rank, stacks=stacks, state=state) if stacks or state else None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast._watch.collector import RANKS
 from holdfast._watch.evidence import Rank
 
 ROLL_CALLS = "roll-calls"
@@ -24,8 +25,6 @@ ASKED = "asked"
 YOUNG = 30.0
 """Seconds in which a call in the folder is answered."""
 JOBS = 16
-RANKS = 100_000
-"""Ranks of a job, at most: a larger number in a file is damage."""
 _OWN = re.compile(r"^(?:\d+|[0-9a-f]{40})(?::|/|$)|^holdfast ")
 """Names that torch gives groups, a count or a digest, and that Holdfast gives its calls. Other jobs have the
 same."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from holdfast._layout.ranks import ranks_text
 from holdfast._watch.evidence import Call, Source
 
 CONFIDENCE = {
@@ -161,12 +162,6 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 def listed(ranks: tuple[int, ...] | list[int] | set[int]) -> str:
     """Format ranks as `rank 3` or `ranks 0-6, 8`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs[:12])
-    more = " and more" if len(runs) > 12 else ""
+    runs = ranks_text(ranks).split(",")
+    text, more = ", ".join(runs[:12]), " and more" if len(runs) > 12 else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}{more}"

@@ -13,12 +13,6 @@ from holdfast._values import Buffer
 from holdfast.errors import Conflict, StorageError
 
 
-def _error(kind: type[StorageError], message: str, number: int) -> StorageError:
-    error = kind(message, details={"errno": number})
-    error.errno = number
-    return error
-
-
 class MemoryReader:
     """A file in memory, as it was when it was opened."""
 
@@ -83,15 +77,15 @@ class MemoryStore:
         try:
             return MemoryReader(self.files[self._full(path)])
         except KeyError:
-            raise _error(
-                NotFound, f"Opening {self._full(path)} failed: no such file.", errno.ENOENT
+            raise NotFound(
+                f"Opening {self._full(path)} failed: no such file.", details={"errno": errno.ENOENT}
             ) from None
 
     def create(self, path: str) -> MemoryWriter:
         name = self._full(path)
         with self._lock:
             if name in self.files:
-                raise _error(StorageError, f"Creating {name} failed: it exists.", errno.EEXIST)
+                raise StorageError(f"Creating {name} failed: it exists.", details={"errno": errno.EEXIST})
             # The name is taken before a byte is written, so only one of several writers can create it.
             self.files[name] = b""
         return MemoryWriter(self, name)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -29,7 +30,7 @@ HOSTILE_PATHS = (
 )  # fmt: skip
 
 
-def race(actions: list[Callable[[], object]]) -> list[object]:
+def race(actions: Sequence[Callable[[], object]]) -> list[object]:
     """Run all at once, each on a thread of its own; return what each returned or raised."""
     # Threads start one after the other: without a barrier the first would be done before the last begins.
     gate = threading.Barrier(len(actions))
@@ -95,11 +96,8 @@ class StoreContract:
         writer = store.create("a")
         # Holes first, which later writes fill.
         order = [*range(1, 16, 2), *range(0, 16, 2)]
-
-        def write(index: int) -> Callable[[], object]:
-            return lambda: writer.write_at(index * 1000, [parts[index][:300], parts[index][300:]])
-
-        assert race([write(index) for index in order]) == [None] * 16
+        writes = [partial(writer.write_at, i * 1000, [parts[i][:300], parts[i][300:]]) for i in order]
+        assert race(writes) == [None] * 16
         writer.finish()
         assert content(store, "a") == b"".join(parts)
 
@@ -146,11 +144,9 @@ class StoreContract:
         data = bytes(range(256)) * 40
         put(store, "a", data)
         reader = store.open("a")
-
-        def some(index: int) -> Callable[[], object]:
-            return lambda: bytes(reader.read(index * 100, 100)) == data[index * 100 : index * 100 + 100]
-
-        assert race([some(index) for index in range(20)]) == [True] * 20
+        starts = range(0, 2000, 100)
+        found = race([partial(reader.read, start, 100) for start in starts])
+        assert found == [data[start : start + 100] for start in starts]
         reader.close()
 
     def test_create_is_exclusive(self, store: Store) -> None:
@@ -161,7 +157,7 @@ class StoreContract:
         assert content(store, "d/a") == b"first"
 
     def test_of_several_that_create_one_wins(self, store: Store) -> None:
-        outcomes = race([lambda: store.create("a") for _ in range(8)])
+        outcomes = race([partial(store.create, "a")] * 8)
         winners = [one for one in outcomes if not isinstance(one, Exception)]
         assert len(winners) == 1
         assert all(isinstance(one, StorageError) for one in outcomes if one is not winners[0])
@@ -222,11 +218,7 @@ class StoreContract:
     @pytest.mark.parametrize("attempt", range(5))
     def test_of_several_that_publish_one_wins(self, store: Store, attempt: int) -> None:
         versions = [bytes([index]) * 40 for index in range(8)]
-
-        def publish(index: int) -> Callable[[], object]:
-            return lambda: store.publish("index", versions[index], None)
-
-        outcomes = race([publish(index) for index in range(8)])
+        outcomes = race([partial(store.publish, "index", version, None) for version in versions])
         self._one_won(store, outcomes, versions)
 
     @pytest.mark.parametrize("attempt", range(5))
@@ -234,11 +226,7 @@ class StoreContract:
         old = b"old" * 40
         store.publish("index", old, None)
         versions = [bytes([index]) * 40 for index in range(8)]
-
-        def publish(index: int) -> Callable[[], object]:
-            return lambda: store.publish("index", versions[index], old[-VERSION_BYTES:])
-
-        outcomes = race([publish(index) for index in range(8)])
+        outcomes = race([partial(store.publish, "index", one, old[-VERSION_BYTES:]) for one in versions])
         self._one_won(store, outcomes, versions)
 
     @staticmethod
@@ -329,20 +317,17 @@ class StoreContract:
                     child.delete("data")
                 child.remove()
 
-        def write(worker: int) -> Callable[[], object]:
-            def act() -> object:
-                for number in range(20):
-                    put(child, f"data/{worker}-{number}", b"1")
-                    child.delete(f"data/{worker}-{number}")
-                child.publish(f"index-{worker}", b"2" * 20, None)
-                return content(child, f"index-{worker}")
-
-            return act
+        def write(worker: int) -> object:
+            for number in range(20):
+                put(child, f"data/{worker}-{number}", b"1")
+                child.delete(f"data/{worker}-{number}")
+            child.publish(f"index-{worker}", b"2" * 20, None)
+            return content(child, f"index-{worker}")
 
         sweeper = threading.Thread(target=sweep)
         sweeper.start()
         try:
-            assert race([write(worker) for worker in range(3)]) == [b"2" * 20] * 3
+            assert race([partial(write, worker) for worker in range(3)]) == [b"2" * 20] * 3
         finally:
             stop.set()
             sweeper.join(60)

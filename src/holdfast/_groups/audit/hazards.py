@@ -60,6 +60,28 @@ NAMES = ("TORCH", "NCCL", "GLOO")
 TORCH_TIMEOUTS = (600.0, 1800.0)
 """Seconds that NCCL and gloo groups get if none are given."""
 _OFF = ("0", "false", "no", "off")
+_SWITCHES = (
+    (
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        "no flight recorder",
+        "a hang leaves no trace.",
+        " (2000 entries)",
+    ),
+    (
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
+        "errors ignored",
+        "a collective that fails or times out is not ended, and the process hangs.",
+        " (3: end the process)",
+    ),
+    (
+        ("TORCH_NCCL_ENABLE_MONITORING",),
+        "no monitor",
+        "nobody ends a process whose watchdog is stuck.",
+        "",
+    ),
+    (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "no dump", "a timeout writes no flight record.", ""),
+)
+"""Variables that switch something off, the hazard of that, and what holds without them."""
 
 
 def hazards(facts: ProcessFacts) -> list[Hazard]:
@@ -147,51 +169,14 @@ def _leaked(facts: ProcessFacts) -> Iterator[Hazard]:
 
 def of_variables(variables: Mapping[str, str]) -> list[Hazard]:
     """List the hazards that the environment variables alone show."""
-    findings: list[Hazard] = []
-
-    def off(*names: str) -> str | None:  # the first of these variables that is set to an "off" value
-        return next((name for name in names if variables.get(name, "").strip().lower() in _OFF), None)
-
-    name = off("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-    if name:
-        findings.append(
-            Hazard(
-                "no flight recorder",
-                f"{name} is 0: a hang leaves no trace.",
-                f"Leave {name} out (2000 entries).",
-            )
-        )
-    name = off("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
-    if name:
-        findings.append(
-            Hazard(
-                "errors ignored",
-                f"{name} is 0: a collective that fails or times out is not ended, and the process hangs.",
-                f"Leave {name} out (3: end the process).",
-            )
-        )
-    name = off("TORCH_NCCL_ENABLE_MONITORING")
-    if name:
-        findings.append(
-            Hazard(
-                "no monitor",
-                f"{name} is 0: nobody ends a process whose watchdog is stuck.",
-                f"Leave {name} out.",
-            )
-        )
-    name = off("TORCH_NCCL_DUMP_ON_TIMEOUT")
-    if name:
-        findings.append(
-            Hazard("no dump", f"{name} is 0: a timeout writes no flight record.", f"Leave {name} out.")
-        )
+    findings = []
+    for names, kind, what, default in _SWITCHES:
+        off = [name for name in names if variables.get(name, "").strip().lower() in _OFF]
+        if off:
+            findings.append(Hazard(kind, f"{off[0]} is 0: {what}", f"Leave {off[0]} out{default}."))
     if variables.get("NCCL_DEBUG", "").upper() == "TRACE":
-        findings.append(
-            Hazard(
-                "slow log",
-                "NCCL_DEBUG is TRACE: every call is logged, and ranks fall behind.",
-                "Use WARN or INFO.",
-            )
-        )
+        what = "NCCL_DEBUG is TRACE: every call is logged, and ranks fall behind."
+        findings.append(Hazard("slow log", what, "Use WARN or INFO."))
     return findings
 
 

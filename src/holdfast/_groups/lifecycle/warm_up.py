@@ -32,7 +32,7 @@ from holdfast._groups.lifecycle.uses import OPERATIONS, uses
 from holdfast._protocol.call import Call, begin_call
 from holdfast._protocol.job import Job, job_of
 from holdfast._protocol.task import CollectiveTask
-from holdfast._roster.presence import Seen, describe, see
+from holdfast._roster.presence import describe, see
 from holdfast._torch_private import KnownGroup, is_open, known_groups
 from holdfast._values import Message, size_text
 from holdfast.errors import BadInput, DeadlineExceeded, GroupsFailed, HoldfastError, RankFailed, first_line
@@ -274,7 +274,7 @@ class _WarmUp(CollectiveTask):
         for _, _, name, description, ranks, absent in sorted(stuck)[:1]:
             arrived = [rank for rank in ranks if rank not in absent]
             # Of ranks that are all in the collective, those that can't go on keep the others.
-            why = {rank: seen[rank].ended or _held(seen[rank]) for rank in ranks}
+            why = {rank: seen[rank].ended or seen[rank].held() for rank in ranks}
             culprits = absent or [rank for rank in arrived if why[rank]] or arrived
             infos = tuple(describe(rank, seen[rank], time.time(), why[rank], key) for rank in culprits[:8])
             free = records.get(culprits[0], {}).get("free") if culprits else None
@@ -368,7 +368,3 @@ def warm_up(
     begun = time.perf_counter()
     task.run()
     return WarmUpReport(tuple(task.warmed), task.rounds, task.groups_in_world, time.perf_counter() - begun)
-
-
-def _held(seen: Seen) -> str:
-    return f"it is {seen.held()} (state {seen.state})" if seen.held() else ""

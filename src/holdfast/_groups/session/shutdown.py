@@ -258,7 +258,7 @@ class Leaving:
                 _raise_in(self._thread, _interruption(failure))
         if not self._comes_back(max(time.monotonic() + 0.1, ends)):
             self._let_go_of_saves(time.monotonic() + 1.0)
-            self._say_stuck("it did not come back to the session's end")
+            self._say_stuck()
             self.leave_in_order(time.monotonic() + self._grace)
             # Python can't end a thread that is in a call of C code, so the process is ended.
             os._exit(EXIT_STUCK)
@@ -296,11 +296,12 @@ class Leaving:
             frame = frame.f_back
         return False
 
-    def _say_stuck(self, why: str) -> None:
+    def _say_stuck(self) -> None:
         where = calls_of_frame(sys._current_frames().get(self._thread))
         first = "" if self.watch.failure is None else f" {self.watch.failure.message}"
         say(
-            f"rank {self.watch.roster.rank} ends with exit code {EXIT_STUCK}: {why}; it is at {where}.{first}"
+            f"rank {self.watch.roster.rank} ends with exit code {EXIT_STUCK}: it did not come back to the "
+            f"session's end; it is at {where}.{first}"
         )
         # `os._exit` follows, which flushes nothing.
         with suppress(Exception):

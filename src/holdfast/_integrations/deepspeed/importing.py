@@ -80,7 +80,7 @@ def _state(checkpoint: ZeroCheckpoint, meter: Meter) -> dict[str, object]:
             return value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
         spec = TensorSpec(name, CODE_OF[value.dtype], value.shape)
         box = whole(value.shape)
-        return Part(spec, box, FileMemory(spec, box, value, 0, meter))
+        return Part(spec, box, FileMemory(spec, box, value.read_into, 0, meter))
 
     common = checkpoint.common
     kept = {key: common[key] for key in _KEPT if common.get(key) is not None}

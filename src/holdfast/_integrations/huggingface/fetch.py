@@ -162,10 +162,7 @@ def _fetch(
     with closing(Pin(store)), open_source(store) as opened:
         _check_source(store, opened)
         columns = opened.select()
-        specs = {
-            name: TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row), int(columns.kind[row]))
-            for row, name in enumerate(columns.names)
-        }
+        specs = {spec.name: spec for spec in columns.specs()}
         by_rank = _needs_of(opened, specs, vocabulary or 0, weights_only, grid, numbers, split)
         needs = together(by_rank.values())
         step = opened.about.get("step")

@@ -96,5 +96,6 @@ def _leaves(folder: HuggingFaceFolder, files: OpenFiles, meter: Meter, call: Cal
     for place, spec, rank in zip(places, specs, owner, strict=True):
         if rank == mine:
             box = whole(spec.shape)
-            memory = FileMemory(spec, box, OnDemand(files, place.file), place.position, meter)
+            read_into = OnDemand(files, place.file).read_into
+            memory = FileMemory(spec, box, read_into, place.position, meter)
             yield leaf(spec.name, Part(spec, box, memory))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any
 
 import torch
 
@@ -38,12 +38,6 @@ log = logging.getLogger("holdfast")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_OURS = (BadInput, MissingTensors, ShapeMismatch, CoverageError)
 """Errors that mean: the model or the folder does not match the tables. All ranks raise the same."""
-
-
-class _Describes(Protocol):
-    """A model of megatron-core, as it is used here."""
-
-    def sharded_state_dict(self, *, metadata: mcore.StateDict) -> mcore.StateDict: ...
 
 
 class Left(Exception):
@@ -73,6 +67,7 @@ class Weights:
             "dp_cp_group": mcore.parallel_state.get_data_parallel_group(with_context_parallel=True),
             "singleton_local_shards": False,
         }
+        modules: list[Any] = self.modules()  # models of megatron-core
         return {
             f"model{number}": {
                 name: value
@@ -80,7 +75,7 @@ class Weights:
                 # Transformer Engine adds `_extra_state`; published models do not have it.
                 if "_extra_state" not in name and name not in self.without
             }
-            for number, module in enumerate(cast("list[_Describes]", self.modules()))
+            for number, module in enumerate(modules)
         }
 
     @cached_property

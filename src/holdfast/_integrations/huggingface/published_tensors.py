@@ -3,7 +3,6 @@ file each goes into."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from holdfast._layout.tensor import (
     nearest,
 )
 from holdfast._store.local import LocalStore
+from holdfast._values import natural
 from holdfast._views import hub_format as hf
 from holdfast._views.family import View, view_of
 from holdfast._views.hugging_face import HuggingFaceFolder, read_config
@@ -36,7 +36,6 @@ from holdfast.errors import BadInput, CoverageError, MissingTensors
 
 WRITTEN_AS = ("bfloat16", "float16", "float32")
 """Dtypes that weights may be converted to."""
-_PARTS = re.compile(r"(\d+)")
 
 
 class Piece(NamedTuple):
@@ -130,7 +129,7 @@ def plan_export(
             tensor.pieces.append(Piece(spec, segment))
             if code != tensor.code and code in FLOATS and tensor.code in FLOATS:
                 tensor.code = min(code, tensor.code, key=FLOATS.index)
-    tensors = sorted(by_name.values(), key=lambda tensor: _natural(tensor.name))
+    tensors = sorted(by_name.values(), key=lambda tensor: natural(tensor.name))
     for tensor in tensors:
         _check_covered(tensor, index.where)
     if folder is None:
@@ -154,12 +153,7 @@ def plan_export(
 def _weights(index: Index, view: View, published: set[str]) -> list[TensorSpec]:
     """Return the weights of a checkpoint. BadInput for those that no published tensor is made of."""
     names = [name for name in index.names() if is_weight(name) and not hf.is_constant(name)]
-    columns = index.select(index.find(names))
-    specs = [
-        TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
-        for row, name in enumerate(columns.names)
-        if columns.kind[row] == TENSOR
-    ]
+    specs = [spec for spec in index.select(index.find(names)).specs() if spec.kind == TENSOR]
     unknown = [spec.name for spec in specs if spec.name not in published and not view.knows(spec.name)]
     if unknown:
         raise BadInput(
@@ -201,11 +195,6 @@ def _code(spec: TensorSpec, wanted: int | None, only_less_exact: bool) -> int:
     return max(spec.dtype, wanted, key=FLOATS.index) if only_less_exact else wanted
 
 
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Return a sort key that puts layer 2 before layer 10."""
-    return [(0, int(part)) if part.isdecimal() else (1, part) for part in _PARTS.split(name)]
-
-
 def _check_covered(tensor: PublishedTensor, where: str) -> None:
     """Raise CoverageError unless each element comes from exactly one piece."""
     first = tensor.pieces[0].segment
@@ -232,7 +221,7 @@ def _missing(tensors: Sequence[PublishedTensor], folder: HuggingFaceFolder, wher
     the folder does not have, or has in another shape."""
     names = {name.removesuffix("_blocks") for name in folder.names() if hf.is_weight(name)}
     mine = {tensor.name for tensor in tensors}
-    extra, missing = sorted(mine - names), sorted(names - mine, key=_natural)
+    extra, missing = sorted(mine - names), sorted(names - mine, key=natural)
     if extra:
         near = nearest(extra[0], missing or sorted(names))
         raise BadInput(

@@ -97,14 +97,13 @@ def load_sharded_metadata(
     entries: mcore.StateDict = {}
     with open_source(open_store(os.fspath(checkpoint_dir))) as index:
         columns = index.select()
-    for row, name in enumerate(columns.names):
-        if int(columns.kind[row]) == OBJECT:
+    for name, code, shape, kind in columns.specs():
+        if kind == OBJECT:
             if SHARD in name:
                 entries[name] = mcore.ShardedObject.empty_from_unique_key(name)
             continue
-        dtype = torch_dtype(int(columns.dtype[row]))
         # On the meta device, because a checkpoint's tensors may not fit into one process.
-        data = torch.empty(columns.shape_of(row), dtype=dtype, device="meta")
+        data = torch.empty(shape, dtype=torch_dtype(code), device="meta")
         entries[name] = mcore.ShardedTensor.from_rank_offsets(name, data).without_data()
     return entries
 

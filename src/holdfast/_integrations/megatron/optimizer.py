@@ -350,23 +350,17 @@ def _pieces(
         for box in from_flat_range(tuple(tensor.local_shape), low - begin, high - begin):
             data = flat[offset : offset + box.volume].view(box.shape)
             offset += box.volume
-            inner = tensor.global_offset[lead:]
-            piece = mcore.ShardedTensor(
+            inner = zip(tensor.global_offset[lead:], box.offset, strict=True)
+            yield mcore.ShardedTensor(
                 f"{prefix}.{tensor.key}",
                 data,
                 data.dtype,
                 tuple(box.shape),
                 tuple(tensor.global_shape),
-                (0,) * len(tensor.global_shape),
+                (*tensor.global_offset[:lead], *(theirs + ours for theirs, ours in inner)),
                 None,
                 # Each element of the state is on only one rank of the optimizer's group, so none is shared.
                 0 if writes else 1,
                 lead,
                 tensor.allow_shape_mismatch,
             )
-            # Set afterwards: before 0.15, ShardedTensor accepts only offsets that are multiples of the shape.
-            piece.global_offset = (
-                *tensor.global_offset[:lead],
-                *(o + i for o, i in zip(inner, box.offset, strict=True)),
-            )
-            yield piece
