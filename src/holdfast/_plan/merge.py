@@ -106,7 +106,7 @@ class Merger:
         joined = self._join(rank_of_row)
         tick()
         shapes = pad([spec.shape for spec in self._specs], self._dims, 1)[by_name]
-        ndim = np.fromiter((len(spec.shape) for spec in self._specs), "u1", len(by_name))[by_name]
+        ndim = np.fromiter(map(len, [spec.shape for spec in self._specs]), "u1", len(by_name))[by_name]
         # Before coverage, which needs the final offsets.
         place_deferred(sorted_names, shapes, ndim, joined)
         tick()
