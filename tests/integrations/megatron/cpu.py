@@ -100,16 +100,17 @@ def _without_step(original: Any) -> Any:
     return get_state
 
 
-def _of_the_server(module: Any) -> Callable[[], Any]:
-    """The queue to megatron-core's writers, whose process would import torch for every rank."""
-    original: Callable[[], Any] = module._get_write_results_queue
+def _queue_of_the_server(module: Any) -> None:
+    """Have the queue to megatron-core's writers made by a process that does not import torch for every rank."""
+    [name] = (name for name in vars(module) if name.endswith("get_write_results_queue"))
+    original: Callable[..., Any] = getattr(module, name)
 
-    def queue() -> Any:
+    def queue(*args: Any) -> Any:
         if module._results_queue is None:
             module._results_queue = multiprocessing.get_context("forkserver").Manager().Queue()
-        return original()
+        return original(*args)
 
-    return queue
+    setattr(module, name, queue)
 
 
 def use_cpu() -> None:
@@ -172,7 +173,7 @@ def use_cpu() -> None:
 
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    filesystem_async._get_write_results_queue = _of_the_server(filesystem_async)
+    _queue_of_the_server(filesystem_async)
     random.initialize_rng_tracker()
     random._CUDA_RNG_STATE_TRACKER = Tracker()
     _done.append(mode)
