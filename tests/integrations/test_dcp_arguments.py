@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as theirs
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -186,6 +187,35 @@ def test_what_only_torch_honours_is_torchs_and_is_said(
         )
         assert loads == (there / INDEX).exists(), "torch DCP's files are no Holdfast checkpoint"
     assert (tmp_path / "a" / INDEX).read_bytes() == before
+
+
+def test_torch_gets_only_the_arguments_that_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of torch 2.6, neither `save` nor `load` has `no_dist`."""
+    got: list[set[str]] = []
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            got.append(set(named))
+            return original(*args, **named)
+
+        return call
+
+    for name in ("save", "async_save", "load"):
+        monkeypatch.setattr(
+            torch.distributed.checkpoint, name, noting(getattr(torch.distributed.checkpoint, name))
+        )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        state, theirs_alone = {"w": torch.ones(2)}, FileSystemWriter(tmp_path, single_file_per_rank=False)
+        dcp.save(state, storage_writer=theirs_alone)
+        dcp.async_save(state, storage_writer=theirs_alone).result()
+        dcp.load(state, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(flatten_state_dict=False))
+    finally:
+        dist.destroy_process_group()
+    assert not set.union(*got) & {"no_dist", "use_collectives", "async_stager", "async_checkpointer_type"}
+    assert len(got) == 3
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

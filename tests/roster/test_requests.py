@@ -84,4 +84,4 @@ def test_a_rank_of_ten_thousand_asks_every_other_second_at_most_and_is_woken_at_
 
 
 def test_a_rank_of_a_small_world_asks_a_few_times_a_second() -> None:
-    assert max(rates(3, 6.0)) <= 20.0
+    assert max(rates(3, 6.0)) <= 16.0

@@ -27,6 +27,7 @@ from click.testing import CliRunner, Result
 
 from holdfast._cli import cli
 from holdfast._recording import EVENTS, Line
+from holdfast._watch import calls
 from holdfast._watch.live import Looker, State
 from holdfast._watch.report import Run, facts, page_of
 from holdfast._watch.trace import write_trace
@@ -114,16 +115,14 @@ def test_the_calls_of_the_report_are_those_of_the_job(real: tuple[Path, list[Sta
     assert re.match(LATE_IS_NAMED, found["roll_calls"][0]["says"])
 
 
-def test_the_report_names_the_rank_that_is_unlike_the_others(real: tuple[Path, list[State]]) -> None:
+def test_the_report_names_the_rank_that_is_unlike_the_others(
+    real: tuple[Path, list[State]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "NOTABLE", 2.0)  # on a busy machine others are late, too, but not by seconds
     data = data_of(page_of(Run(str(real[0])), time.time()))
     notes = {row["label"]: row["note"] for row in data["timeline"]["rows"]}
     assert list(notes) == [f"rank {rank}" for rank in range(8)]
-    # On a busy machine another rank may be told, too, for less.
-    told = {
-        label: float(found[1]) for label, note in notes.items() if (found := re.search(r"(\d+\.\d) s", note))
-    }
-    assert max(told, key=told.__getitem__) == "rank 3"
-    assert len(told) < 4
+    assert [label for label, note in notes.items() if note] == ["rank 3"]
     assert re.match(
         r"came to the save of step 2 \d\.\d s after the first; the median is 0\.", notes["rank 3"]
     )

@@ -132,11 +132,12 @@ class SaveQueue:
             into = partial(copies_into, job.streams.streams)
             staged = self._stage(job, room, budget, into)
             interrupt = job.collect_error.__cause__ if job.collect_error is not None else None
-            if job.collect_error is not None and not isinstance(interrupt, Exception):
+            if interrupt is not None and not isinstance(interrupt, Exception):
                 # Ctrl-C while the state was read: raised at the end of this call, once. Calls that wait for
                 # this save raise what the other ranks raise then.
+                assert job.collect_error is not None
                 job.collect_error.__cause__ = None
-                pending.seen = interrupt is not None
+                pending.seen = True
             pending._attempt(job)  # before the thread starts, so that a cancel always finds the job
             before = self.saves[-1] if self._in_order and self.saves else None
             room.save = pending

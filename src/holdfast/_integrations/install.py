@@ -102,7 +102,7 @@ class _Installation:
         def init_process_group(*args: object, **named: object) -> None:
             import torch.distributed as dist
 
-            if not dist.is_initialized():
+            if self.rank is not None and not dist.is_initialized():  # a default group went before
                 forget_groups()
             original(*args, **named)
             self._show()
