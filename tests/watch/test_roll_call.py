@@ -33,6 +33,7 @@ from holdfast._watch.dumps import read_roll_call
 from holdfast._watch.evidence import Call, Operation, Rank, Source, Stack
 from holdfast._watch.own_stacks import evidence_here
 from holdfast._watch.shared_call import ask_for_call
+from tests.support.processes import ProcessWorld
 from tests.support.waiting import wait_until
 
 
@@ -153,25 +154,31 @@ def test_a_collective_of_an_earlier_process_group_is_not_told(monkeypatch: pytes
         work.wait()
 
 
-def test_what_an_earlier_process_group_did_is_no_evidence() -> None:
-    """Its groups have the names of those that a program makes later: a rank that is late to the first collective
-    of the new one had issued another there."""
+def numbers_of_each_default_group(rank: int) -> list[list[int]]:
+    """What a roll call tells of a default group before its first collective, and after two, three groups long."""
 
     def numbers() -> list[int]:
         return [operation.number for operation in evidence_here(0, [])[0].operations]
 
     holdfast.install("torch-dcp", session=False)
-    try:
-        for _ in range(2):
+    told = []
+    for again in range(3):
+        if again:
+            dist.destroy_process_group()
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-            assert numbers() == []
-            dist.barrier()
-            dist.all_reduce(torch.ones(1))
-            assert numbers() == [2]
-            dist.destroy_process_group()
-    finally:
-        holdfast.uninstall()
+        told.append(numbers())
+        dist.barrier()
+        dist.all_reduce(torch.ones(1))
+        told.append(numbers())
+    return told
+
+
+def test_what_an_earlier_process_group_did_is_no_evidence() -> None:
+    """Its groups have the names of those that a program makes later: a rank that is late to the first collective
+    of the new one had issued another there."""
+    with ProcessWorld(1) as world:
+        assert world.run(numbers_of_each_default_group) == [[[], [2]] * 3]
 
 
 def test_a_process_group_that_goes_during_a_call_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
