@@ -18,6 +18,8 @@ from holdfast.errors import HoldfastError
 from tests.support.processes import ProcessWorld
 
 LARGE = 10_240
+SETTLED = 3.0
+"""Seconds in which a rank that waits looks more often."""
 FIELDS = {1: 2, 2: 3, 4: 1, 8: 1, 12: 0}
 """Texts in a request of the server, by its first byte: set, compare-and-set, add, delete, cancel a wait."""
 
@@ -36,8 +38,9 @@ def requests(data: bytes) -> Iterator[int]:
         yield kind
 
 
-def wait(rank: int, world: int) -> tuple[list[float], str, float]:
-    """Wait for a committer that never comes; return when requests were sent, and how and when that ended."""
+def wait(rank: int, world: int) -> tuple[float, list[float], str, float]:
+    """Wait for a committer that never comes; return when that began, when requests were sent, and how and when
+    it ended."""
     roster = TorchRoster(None, rank, world)
     if rank == 0:
         beacon_of(roster).send()
@@ -51,32 +54,35 @@ def wait(rank: int, world: int) -> tuple[list[float], str, float]:
         plain(self, data)
 
     TcpClient._send = counted  # type: ignore[method-assign]
+    begun = time.monotonic()
     try:
         agree("a choice", "memory:choice", lambda said: None, begin_call(Job(roster=roster, timeout=300.0)))
     except HoldfastError as error:
-        return sent, f"{type(error).__name__}: {error}", time.monotonic()
+        return begun, sent, f"{type(error).__name__}: {error}", time.monotonic()
     finally:
         TcpClient._send = plain  # type: ignore[method-assign]
     raise AssertionError("rank 0 never came")
 
 
 def rates(world_size: int, seconds: float) -> list[float]:
-    """Requests a second of two ranks that wait for a third, which is then killed."""
+    """Requests a second of two ranks that wait for a third, which is then killed, once they look at full pace."""
     with ProcessWorld(3) as world:
         world.start(wait, world_size, ranks=[0])
         time.sleep(0.5)
         world.start(wait, world_size, ranks=[1, 2])
-        begun = time.monotonic()
-        time.sleep(seconds + 1.0)
+        time.sleep(SETTLED + seconds + 1.0)
         killed = time.monotonic()
         world.signal(0, signal.SIGKILL)
         ends = [result.get() for result in world.collect(20.0, ranks=[1, 2])]
-    for _, error, at in ends:
+    for begun, _, error, at in ends:
         assert error.startswith("RankFailed")
         assert "rank 0 (host" in error
         assert at - killed < 3.0
-    watched = killed - begun - 1.0  # a busy machine sleeps longer
-    return [sum(begun + 1.0 <= at < killed for at in sent) / watched for sent, _, _ in ends]
+        assert begun + SETTLED + seconds < killed
+    return [
+        sum(begun + SETTLED <= at < begun + SETTLED + seconds for at in sent) / seconds
+        for begun, sent, _, _ in ends
+    ]
 
 
 def test_a_rank_of_ten_thousand_asks_every_other_second_at_most_and_is_woken_at_once() -> None:

@@ -84,7 +84,7 @@ class PeerMonitor:
         if away > AWAY:
             for timer in self.timers.values():
                 timer.forgive(away)
-        self.interval = min(1.2 * self.interval, self.seldom)
+        self.interval = min(1.5 * self.interval, self.seldom)
         self.looked, self.next_look = now, now + self.interval
         everyone = everyone or len(ranks)
         seen: dict[int, Seen] = yield Look(ranks)
