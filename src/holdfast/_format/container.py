@@ -36,18 +36,11 @@ class HeaderEntry(msgspec.Struct, frozen=True, gc=False):  # holds no object tha
 
 def encode_header(entries: Sequence[tuple[str, str, Dims, int, int]], metadata: dict[str, str]) -> bytes:
     """Return length and JSON header for `(name, tag, shape, start, stop)` rows, padded to align the data."""
-    # The rows are formatted as text, because json.dumps would need a dict for each of up to 200,000 rows.
-    rows = [f'"__metadata__":{json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))}']
-    sides = {shape: ",".join(map(str, shape)) for shape in {entry[2] for entry in entries}}
-    quoted = map(json.encoder.encode_basestring, [entry[0] for entry in entries])
-    rows += [
-        f'{name}:{{"dtype":"{tag}","shape":[{sides[shape]}],"data_offsets":[{start},{stop}]}}'
-        for name, (_, tag, shape, start, stop) in zip(quoted, entries, strict=True)
-    ]
-    text = ("{" + ",".join(rows) + "}").encode()
+    rows = {name: HeaderEntry(tag, shape, (start, stop)) for name, tag, shape, start, stop in entries}
+    text = msgspec.json.encode({"__metadata__": metadata, **rows})
     if len(text) > DATA_HEADER_BYTES:
         raise BadInput(
-            f"The header of a data file with {len(rows) - 1} parts of tensors would have {len(text)} bytes, "
+            f"The header of a data file with {len(rows)} parts of tensors would have {len(text)} bytes, "
             f"more than the {DATA_HEADER_BYTES} that readers take.",
             hint="Use shorter names.",
         )

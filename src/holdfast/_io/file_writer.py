@@ -223,7 +223,6 @@ def embedded_columns(
     tensor_of_row = np.full(len(table), -1, np.int64)
     tensor_of_row[listed[by_name]] = is_new.cumsum() - 1
     sorted_names, rows = [*compress(in_order, is_new)], listed[by_name][is_new]
-    specs = [table.specs[row] for row in rows.tolist()]
     tensor = tensor_of_row[chunks.row]
     # By tensor, then by offset, as in any index; in the file, chunks are ordered by the width of elements.
     order = np.lexsort((*chunks.offset.T[::-1], tensor))
@@ -233,9 +232,9 @@ def embedded_columns(
     late_of_row, late = _deferred_rows(table, (tensor_of_row >= 0).nonzero()[0])
     columns = Columns(
         names=sorted_names,
-        dtype=np.asarray([spec.dtype for spec in specs], "u1"),
-        kind=np.asarray([spec.kind for spec in specs], "u1"),
-        ndim=np.fromiter(map(len, [spec.shape for spec in specs]), "u1", len(specs)),
+        dtype=arrays.dtype[rows],
+        kind=arrays.kind[rows],
+        ndim=arrays.ndim[rows],
         shape=arrays.shape[rows].astype("<i8"),
         chunk_end=counts.cumsum(dtype="<i8"),
         offset=chunks.offset[order].astype("<i8"),
@@ -268,7 +267,11 @@ def embedded_columns(
 def _deferred_rows(table: ShardTable, rows: Array) -> tuple[Array, Array]:
     """Return for every row of the shard table its index among the deferred rows, or -1; and the deferred rows
     of `rows`, each as (row, *DeferredOffset)."""
-    late = [(row, *offset) for row in rows.tolist() if (offset := table.deferred[row]) is not None]
+    late = [
+        (row, *offset)
+        for row in (rows.tolist() if any(table.deferred) else ())
+        if (offset := table.deferred[row]) is not None
+    ]
     deferred = np.asarray(late, "<i8").reshape(-1, 6)
     number = np.full(len(table), -1, "<i8")
     number[deferred[:, 0]] = np.arange(len(deferred))
@@ -279,28 +282,39 @@ def _entries(
     table: ShardTable, chunks: PlannedRows, embedded: int
 ) -> list[tuple[str, str, tuple[int, ...], int, int]]:
     """Return the header's rows. A chunk that is a whole tensor has the tensor's name."""
-    ends = chunks.nbytes.cumsum().tolist()
-    is_part = (chunks.size != table.arrays().shape[chunks.row]).any(axis=1).tolist()
-    rows, taken, start = [], {EMBEDDED, "__metadata__"}, 0
-    for index, row, stop in zip(range(len(ends)), chunks.row.tolist(), ends, strict=True):
-        spec = table.specs[row]
-        name, shape, dtype = spec.name, spec.shape, DTYPES[spec.dtype]
-        if is_part[index]:
-            shape = unpad(chunks.size[index], len(shape))
-            begin: list[int | str] = [*unpad(chunks.offset[index], len(shape))]
-            late = table.deferred[row]
-            if late is not None and late.start == -1:
-                begin[late.axis] = f"?{begin[late.axis]}"  # relative to the start of the shard
-            name = name_of_chunk(name, begin)
-        # A tensor may have the name of a part of another one (`w@0,4`), and safetensors requires unique
-        # names.
+    specs = [table.specs[row] for row in chunks.row.tolist()]
+    names, shapes = [spec.name for spec in specs], [spec.shape for spec in specs]
+    is_part = (chunks.size != table.arrays().shape[chunks.row]).any(axis=1)
+    for index in is_part.nonzero()[0].tolist():
+        late, ndim = table.deferred[chunks.row[index]], len(shapes[index])
+        shapes[index] = unpad(chunks.size[index], ndim)
+        begin: list[int | str] = [*unpad(chunks.offset[index], ndim)]
+        if late is not None and late.start == -1:
+            begin[late.axis] = f"?{begin[late.axis]}"  # relative to the start of the shard
+        names[index] = name_of_chunk(names[index], begin)
+    dtypes = [DTYPES[spec.dtype] for spec in specs]
+    tags = [dtype.tag for dtype in dtypes]
+    shapes = [
+        shape if dtype.extra == 1 else (*shape, dtype.extra)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    stops = chunks.nbytes.cumsum().tolist()
+    end = stops[-1] if stops else 0
+    rows = zip(_distinct(names), tags, shapes, [0, *stops], stops)
+    return [*rows, (EMBEDDED, "U8", (embedded,), end, end + embedded)]
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Return the names, each once: a tensor may have the name of a part of another one (`w@0,4`)."""
+    taken = {EMBEDDED, "__metadata__"}
+    if len(taken.union(names)) == len(taken) + len(names):
+        return names
+    for index, name in enumerate(names):
         while name in taken:
             name += "'"
         taken.add(name)
-        rows.append((name, dtype.tag, shape if dtype.extra == 1 else (*shape, dtype.extra), start, stop))
-        start = stop
-    rows.append((EMBEDDED, "U8", (embedded,), start, start + embedded))
-    return rows
+        names[index] = name
+    return names
 
 
 def _fill_witnesses(

@@ -150,7 +150,7 @@ def _check_missing(
 def _as_stored(table: ShardTable, columns: Columns, position: Array) -> Array:
     """Return for each row whether a tensor with its dtype and shape is stored. position: in `columns`."""
     rows, dims = table.arrays(), max(table.arrays().dims, columns.dims)
-    given = np.asarray([(spec.kind, spec.dtype, len(spec.shape)) for spec in table.specs]).reshape(-1, 3)
+    given = np.stack([rows.kind, rows.dtype, rows.ndim], axis=1)
     stored = np.stack([columns.kind, columns.dtype, columns.ndim], axis=1)[position]
     shapes = widen(rows.shape, dims, 1) == widen(columns.shape, dims, 1)[position]
     alike: Array = (given == stored).all(axis=1) & shapes.all(axis=1) & (given[:, 0] == TENSOR)

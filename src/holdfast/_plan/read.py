@@ -43,9 +43,9 @@ def overlaps(
 ) -> Overlaps:
     """Return all pairs that intersect, ordered by chunk. Boxes have equal dimensions; `chunk_tensor`
     ascends."""
-    begin = np.searchsorted(chunk_tensor, np.arange(tensors))
-    end = np.searchsorted(chunk_tensor, np.arange(tensors), side="right")
-    chunks_of = end - begin
+    chunks_of = np.bincount(chunk_tensor, minlength=tensors)
+    end = chunks_of.cumsum()
+    begin = end - chunks_of
     wanted_of = np.bincount(wanted_tensor, minlength=tensors)
     # Nearly all tensors have few boxes, and are handled together. The loop is for the others.
     heavy = chunks_of * wanted_of > DIRECT * (chunks_of + wanted_of)

@@ -153,16 +153,22 @@ class ShardTable:
             return self._arrays
         shapes = [spec.shape for spec in self.specs]
         dims = max(map(len, {*shapes}), default=0) or 1
-        itemsize = ITEMSIZE[[spec.dtype for spec in self.specs]] if shapes else ITEMSIZE[:0]
+        dtype = np.asarray([spec.dtype for spec in self.specs], "u1")
+        kind = np.asarray([spec.kind for spec in self.specs], "u1")
+        ndim = np.fromiter(map(len, shapes), "u1", len(shapes))
         size = pad([box.shape for box in self.boxes], dims, 1)
         offset = pad([box.offset for box in self.boxes], dims, 0)
+        itemsize = ITEMSIZE[dtype]
         nbytes = np.prod(size, axis=1) * itemsize
-        self._arrays = RowArrays(dims, pad(shapes, dims, 1), offset, size, itemsize, nbytes)
+        self._arrays = RowArrays(dtype, kind, ndim, dims, pad(shapes, dims, 1), offset, size, itemsize, nbytes)
         return self._arrays
 
 
 @dataclass
 class RowArrays:
+    dtype: Array
+    kind: Array
+    ndim: Array
     dims: int
     shape: Array
     offset: Array
