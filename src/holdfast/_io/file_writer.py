@@ -298,10 +298,9 @@ def _entries(
         shape if dtype.extra == 1 else (*shape, dtype.extra)
         for shape, dtype in zip(shapes, dtypes, strict=True)
     ]
-    stops = chunks.nbytes.cumsum().tolist()
-    end = stops[-1] if stops else 0
-    rows = zip(_distinct(names), tags, shapes, [0, *stops], stops)
-    return [*rows, (EMBEDDED, "U8", (embedded,), end, end + embedded)]
+    names, tags, shapes = [*_distinct(names), EMBEDDED], [*tags, "U8"], [*shapes, (embedded,)]
+    ends = np.concatenate([[0], chunks.nbytes, [embedded]]).cumsum().tolist()
+    return [*zip(names, tags, shapes, ends, ends[1:], strict=False)]
 
 
 def _distinct(names: list[str]) -> list[str]:

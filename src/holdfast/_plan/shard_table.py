@@ -158,9 +158,9 @@ class ShardTable:
         ndim = np.fromiter(map(len, shapes), "u1", len(shapes))
         size = pad([box.shape for box in self.boxes], dims, 1)
         offset = pad([box.offset for box in self.boxes], dims, 0)
-        itemsize = ITEMSIZE[dtype]
+        shape, itemsize = pad(shapes, dims, 1), ITEMSIZE[dtype]
         nbytes = np.prod(size, axis=1) * itemsize
-        self._arrays = RowArrays(dtype, kind, ndim, dims, pad(shapes, dims, 1), offset, size, itemsize, nbytes)
+        self._arrays = RowArrays(dtype, kind, ndim, dims, shape, offset, size, itemsize, nbytes)
         return self._arrays
 
 
