@@ -19,6 +19,8 @@ from bench.harness import Bench, Rank, attempt, main, run_ranks, scratch
 
 PLOT = Path(__file__).resolve().parents[1] / "docs" / "growth.svg"
 STEEPEST = 1.15
+REPS = 3
+"""Calls at each size, the same for all: the first of them pays for fresh memory."""
 
 
 class Law(NamedTuple):
@@ -60,7 +62,6 @@ def of_tensors(sizes: list[int]) -> list[Law]:
 
     save, commit, load = {}, {}, {}
     for size in sizes:
-        reps = 3 if size <= 100_000 else 1
         table, nowhere = ShardTable(0), Nowhere()
         for number in range(size):
             name = f"model.layers.{number % 61}.experts.{number // 61}.w"
@@ -72,14 +73,14 @@ def of_tensors(sizes: list[int]) -> list[Law]:
             nonlocal embedded
             embedded = encode(planned(table, replicas)[1], {"step": 1})  # noqa: B023
 
-        save[size] = best(plan, reps)
+        save[size] = best(plan, REPS)
         data = b""
 
         def merge() -> None:
             nonlocal data
             data = merge_ranks([(0, embedded)])[0]  # noqa: B023
 
-        commit[size] = best(merge, reps)
+        commit[size] = best(merge, REPS)
         names = [spec.name for spec in table.specs]
 
         def read() -> None:
@@ -87,7 +88,7 @@ def of_tensors(sizes: list[int]) -> list[Law]:
             found, position = np.unique(index.find(names), return_inverse=True)  # noqa: B023
             plan_read(table, position, index.select(found), "index")  # noqa: B023
 
-        load[size] = best(read, reps)
+        load[size] = best(read, REPS)
     titles = ("plan a save", "commit", "plan a load")
     return [
         Law(title, "s CPU", "tensors", law) for title, law in zip(titles, (save, commit, load), strict=True)
