@@ -35,7 +35,8 @@ class HeaderEntry(msgspec.Struct, frozen=True, gc=False):  # holds no object tha
 
 
 def encode_header(entries: Sequence[tuple[str, str, Dims, int, int]], metadata: dict[str, str]) -> bytes:
-    """Return length and JSON header for `(name, tag, shape, start, stop)` rows, padded to align the data."""
+    """Return length and JSON header for `(name, tag, shape, start, stop)` rows, padded to align the data.
+    Their names differ."""
     rows = {name: HeaderEntry(tag, shape, (start, stop)) for name, tag, shape, start, stop in entries}
     text = msgspec.json.encode({"__metadata__": metadata, **rows})
     if len(text) > DATA_HEADER_BYTES:
