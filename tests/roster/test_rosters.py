@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from stat import S_ISSOCK
 
 import pytest
@@ -179,7 +179,8 @@ def test_a_store_that_does_not_answer_is_waited_for_but_not_by_what_must_not_han
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as host:
+    ) as host, ExitStack() as ending:
+        ending.callback(host.kill)  # stopped, it would not end by itself
         assert host.stdout is not None
         port = int(host.stdout.readline())
         roster = TorchRoster(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 1, 2)
@@ -193,7 +194,6 @@ def test_a_store_that_does_not_answer_is_waited_for_but_not_by_what_must_not_han
         threading.Timer(PATIENCE + 1.0, host.send_signal, [signal.SIGCONT]).start()
         assert roster.get(["a"]) == [{}]
         assert time.monotonic() - begun > PATIENCE + 0.5
-        host.kill()
 
 
 def test_worlds_that_share_a_server_do_not_see_each_other() -> None:
