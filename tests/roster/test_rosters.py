@@ -177,9 +177,12 @@ def test_a_store_that_does_not_answer_is_waited_for_but_not_by_what_must_not_han
         "s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False);"
         "print(s.port, flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as host, ExitStack() as ending:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as host,
+        ExitStack() as ending,
+    ):
         ending.callback(host.kill)  # stopped, it would not end by itself
         assert host.stdout is not None
         port = int(host.stdout.readline())
