@@ -57,6 +57,7 @@ check: lint  ## for the one who edits: lint, and the tests of the packages that 
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not soak and not gpu" $(QUICK)
 
 test: $(VENV)/.ready  ## the suite
+	$(BIN)/python -m compileall -q src tests drill  # or hundreds of processes compile what they import, where no .pyc are written
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not gpu"
 
 lint: $(VENV)/.ready  ## style, types, direction of imports, and that all that is public has a type

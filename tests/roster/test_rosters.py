@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from stat import S_ISSOCK
 
+import psutil
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
@@ -190,6 +191,9 @@ def test_a_store_that_does_not_answer_is_waited_for_but_not_by_what_must_not_han
         assert not roster.serves()
         roster.put("a", {})
         host.send_signal(signal.SIGSTOP)
+        # Its thread that serves the store may answer until it stops, too.
+        threads = [psutil.Process(each.id) for each in psutil.Process(host.pid).threads()]
+        wait_until(lambda: all(thread.status() == psutil.STATUS_STOPPED for thread in threads))
         begun = time.monotonic()
         with pytest.raises(RosterLost, match="timed out"):
             roster.bounded().get(["a"])

@@ -28,7 +28,10 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-BASE = ("torch", "torch.distributed", "torch.distributed.tensor", "holdfast._run.checkpoints")
+BASE = (
+    *("torch", "torch.distributed", "torch.distributed.tensor"),
+    *("holdfast._run.checkpoints", "holdfast._integrations.install"),
+)
 PRELOAD = [*BASE]
 _servers: dict[str, forkserver.ForkServer] = {}
 """Forkservers beside the usual one, by what they have imported."""

@@ -70,9 +70,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_watch_tells_who_is_behind_while_the_job_runs(real: tuple[Path, list[State]]) -> None:
     _, states = real
-    behind = [state for state in states if state.behind == (LATE,)]
+    # On a busy machine it may also be the last in another call.
+    late = [state for state in states if state.behind == (LATE,)]
+    assert all(re.match(r"(save|load) of step \d, for \d+ s; behind: rank 3: ", state.call) for state in late)
+    behind = [state for state in late if state.call.startswith("save of step 2, ")]
     assert behind
-    assert all(re.match(r"save of step 2, for \d+ s; behind: rank 3: ", state.call) for state in behind)
     assert behind[-1].last_save.startswith("save of step 1, ")
     assert re.search(r": \d+\.\d s, 32 MiB, [\d.]+ [MG]B/s$", behind[-1].last_save)
     waits = [doing for state in behind for doing in state.doing if doing.ranks == OTHERS]
