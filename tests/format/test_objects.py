@@ -126,6 +126,14 @@ def test_other_allowed_values_round_trip(value: Any) -> None:
     assert type(found) is type(value)
 
 
+def test_an_attribute_of_a_namespace_may_have_any_name() -> None:
+    value = argparse.Namespace(lr=1)
+    vars(value).update({"self": 3, "not a name": 4, "__class__": 5})
+    found = there_and_back(value)
+    assert type(found) is argparse.Namespace
+    assert vars(found) == vars(value)
+
+
 @pytest.mark.parametrize(
     "code", ["?", "i1", "u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"]
 )

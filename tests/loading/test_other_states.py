@@ -292,12 +292,22 @@ def test_arguments_that_need_no_state_are_refused_with_one(saved: dict[str, Any]
 def test_an_expanded_target_is_refused_with_what_to_do(tmp_path: Path, cast: bool) -> None:
     holdfast.save({"w": torch.ones(3, 4)}, tmp_path / "it", job=ALONE)
     one = torch.zeros(3, 1, dtype=torch.float64 if cast else None)
-    with pytest.raises(BadInput, match=r"'w' is an expanded tensor") as caught:
+    with pytest.raises(BadInput, match=r"'w' is an expanded or unfolded tensor") as caught:
         holdfast.load({"w": one.expand(3, 4)}, tmp_path / "it", cast=cast, job=ALONE)
     assert "tensor.contiguous()" in str(caught.value)
     target = one.expand(3, 4).contiguous()
     holdfast.load({"w": target, "x": one.expand(3, 1)}, tmp_path / "it", cast=cast, strict=False, job=ALONE)
     assert bool((target == 1).all())
+
+
+def test_strides_that_overlap_are_refused_and_those_that_do_not_are_filled(tmp_path: Path) -> None:
+    values = torch.arange(12.0).view(4, 3)
+    holdfast.save({"w": values}, tmp_path / "it", job=ALONE)
+    with pytest.raises(BadInput, match=r"'w' is an expanded or unfolded tensor"):
+        holdfast.load({"w": torch.zeros(6).unfold(0, 3, 1)}, tmp_path / "it", job=ALONE)
+    for target in (torch.zeros(3, 4).t(), torch.zeros(4, 9)[:, ::3], torch.zeros(12).unfold(0, 3, 3)):
+        holdfast.load({"w": target}, tmp_path / "it", job=ALONE)
+        assert torch.equal(target, values)
 
 
 def test_hundreds_of_patterns_cost_no_pass_over_the_names_each(tmp_path: Path) -> None:

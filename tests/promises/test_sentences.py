@@ -87,3 +87,9 @@ def test_what_is_known_of_a_rank_twice_is_said_once() -> None:
     assert str(RankInfo(1, note="it has not entered", at="a.py:1 f")).endswith(
         ": it has not entered; a.py:1 f"
     )
+
+
+def test_a_name_that_a_caller_expects_is_missed_whatever_it_looks_like(tmp_path: Path) -> None:
+    """`layer@7` is also the name of a value of rank 7, which a smaller world does not have."""
+    with pytest.raises(Vanished, match=r"1 name that expected= has is not in this save: 'layer@7\.w'"):
+        holdfast.save({"w": torch.ones(1)}, tmp_path / "it", expected=["w", "layer@7.w"])

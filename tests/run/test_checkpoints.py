@@ -137,6 +137,13 @@ def test_one_step_in_every_so_much_time_stays(tmp_path: Path, monkeypatch: pytes
         assert run.steps() == [0, 3, 6, 7]
 
 
+def test_the_best_of_all_steps_is_the_only_best_one(tmp_path: Path) -> None:
+    with alone(tmp_path, keep=1, keep_every=2, best="loss", best_mode="min") as run:
+        for step, loss in ((2, 0.1), (3, 0.5), (5, 0.9), (7, 0.9)):
+            run.save(step, {"w": torch.full((3,), loss)}, metrics={"loss": loss})
+        assert run.steps() == [2, 7]
+
+
 def test_metrics_and_rules_survive_a_reindex(tmp_path: Path) -> None:
     from holdfast._maintenance.reindex import reindex
 

@@ -68,6 +68,17 @@ def test_two_values_under_one_name_are_refused(state: Any) -> None:
         flatten(state, 0)
 
 
+def test_an_empty_key_is_named_alike_whatever_is_beside_it(tmp_path: Path) -> None:
+    def state(value: float, *beside: Any) -> dict[str, Any]:
+        return {"m": {"": torch.full((2,), value), **{f"x{at}": one for at, one in enumerate(beside)}}}
+
+    holdfast.save(state(3.0), tmp_path / "it")
+    into = state(0.0, [], PerRank(1))
+    report = holdfast.load(into, tmp_path / "it", strict=False)
+    assert report.missing
+    assert torch.equal(into["m"][""], torch.full((2,), 3.0))
+
+
 @pytest.mark.parametrize("state", [[1], 3, None, "x", torch.zeros(1)])
 def test_a_state_must_be_a_dict(state: Any) -> None:
     with pytest.raises(BadInput, match="must be a dict"):

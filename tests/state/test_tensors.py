@@ -16,6 +16,7 @@ from holdfast._layout.box import Box, whole
 from holdfast._layout.tensor import DTYPES
 from holdfast._state.flatten import build_shard_table, flatten
 from holdfast._state.memory import BytesMemory, TensorMemory
+from holdfast.errors import BadInput
 from tests.support.boxes import split
 
 ALL = [getattr(torch, dtype.name) for dtype in DTYPES if hasattr(torch, dtype.name)]
@@ -216,3 +217,21 @@ def test_held_names_and_shapes_are_the_tensors() -> None:
     table, _ = build_shard_table(flatten({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, 0).leaves, 0, (0,))
     assert table.specs[0].shape == (2, 3)
     assert DTYPES[table.specs[0].dtype].name == "bfloat16"
+
+
+def test_a_tensor_without_elements_may_be_cut_at_a_place_that_is_not_known(tmp_path: Path) -> None:
+    whole_one = Shard(torch.empty(5, 0), (5, 0), (None, 0), position=0)
+    holdfast.save({"w": whole_one}, tmp_path)
+    holdfast.load({"w": whole_one}, tmp_path)
+    holdfast.load({"w": torch.empty(5, 0)}, tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(1 << 62, 0), (1 << 40, 0, 1 << 40), (1,) * 256])
+def test_a_shape_that_no_index_can_hold_is_refused_before_anything_is_written(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    tensor = torch.empty(shape) if 0 in shape else torch.ones(1).view(shape)
+    with pytest.raises(BadInput, match=r"Rank 0 holds a part of 'w', whose global shape .* is larger than"):
+        holdfast.save({"w": tensor}, tmp_path / "it")
+    holdfast.save({"w": torch.empty(1 << 50, 0)}, tmp_path / "it")
+    assert holdfast.load(tmp_path / "it")["w"].shape == (1 << 50, 0)

@@ -198,11 +198,56 @@ def test_two_values_for_one_tensor_are_refused(tmp_path: Path, stored: str) -> N
     assert torch.equal(one, W)
     state["b"][300, 7] += 1
     put()
-    with pytest.raises(LoadFailed, match="'a' and 'b' are one tensor on rank 0") as caught:
+    with pytest.raises(LoadFailed, match="'a' and 'b' share memory on rank 0") as caught:
         holdfast.load({"a": one, "b": one}, tmp_path / "it", job=ALONE)
     assert "exclude" in str(caught.value)
     holdfast.load({"a": one, "b": one}, tmp_path / "it", exclude=["a"], job=ALONE)
     assert torch.equal(one, state["b"])
+
+
+OVERLAP: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "views": lambda w: {"a": w, "b": w[2:5]},
+    "views, larger": lambda w: {"a": w[:400], "b": w[300:]},
+    "a shard and a plain tensor": lambda w: {"a": w, "b": holdfast.Shard(w, w.shape, (0, 0))},
+    "two replicas": lambda w: {"a": w, "b": holdfast.Shard(w, w.shape, (0, 0), (0, 2))},
+    "a row of a strided view": lambda w: {"a": w.t()[:, :5], "b": w[0]},
+}
+
+
+@pytest.mark.parametrize("kind", OVERLAP)
+def test_targets_that_overlap_get_all_that_is_stored_or_the_load_says_so(tmp_path: Path, kind: str) -> None:
+    """Not the damage that it looks like: then `restore` would pass over a whole step."""
+    given = OVERLAP[kind](W.clone())
+    values = {name: getattr(value, "tensor", value).clone() for name, value in given.items()}
+    save(values, tmp_path / "it")
+    target = torch.zeros_like(W)
+    into = OVERLAP[kind](target)
+    holdfast.load(into, tmp_path / "it", job=ALONE)
+    for name, value in values.items():
+        assert torch.equal(getattr(into[name], "tensor", into[name]), value)
+    values["b"] += 1
+    save(values, tmp_path / "it")
+    with pytest.raises(LoadFailed, match=r"'[ab]' and '[ab]' share memory on rank 0"):
+        holdfast.load(into, tmp_path / "it", job=ALONE)
+
+
+def test_one_tensor_for_names_of_other_dtypes(tmp_path: Path) -> None:
+    save({"a": W, "b": W.bfloat16(), "c": W[:100]}, tmp_path / "it")
+    one = torch.zeros_like(W)
+    with pytest.raises(LoadFailed, match="share memory"):  # W has bits that bfloat16 has not
+        holdfast.load({"a": one, "b": one}, tmp_path / "it", cast=True, job=ALONE)
+    save({"a": W, "b": W.double()}, tmp_path / "it", expected=None)
+    holdfast.load({"a": one, "b": one}, tmp_path / "it", cast=True, job=ALONE)
+    assert torch.equal(one, W)
+
+
+def test_the_columns_of_a_matrix_do_not_overlap(tmp_path: Path) -> None:
+    """They are read once, although the memory of one begins in that of the other."""
+    save({"a": W[:, :100].clone(), "b": W[:, 100:].clone()}, tmp_path / "it")
+    target = torch.zeros_like(W)
+    report = holdfast.load({"a": target[:, :100], "b": target[:, 100:]}, tmp_path / "it", job=ALONE)
+    assert torch.equal(target, W)
+    assert report.bytes_read < 1.2 * NBYTES
 
 
 def shared_by_ranks(

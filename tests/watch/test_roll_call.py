@@ -158,7 +158,8 @@ def numbers_of_each_default_group(rank: int) -> list[list[int]]:
     """What a roll call tells of a default group before its first collective, and after two, three groups long."""
 
     def numbers() -> list[int]:
-        return [operation.number for operation in evidence_here(0, [])[0].operations]
+        # The last one: that the first is over may be recorded later.
+        return [operation.number for operation in evidence_here(0, [])[0].operations][:1]
 
     holdfast.install("torch-dcp", session=False)
     told = []

@@ -119,6 +119,12 @@ class _Reader:
         return number
 
 
+def _namespace(attributes: dict[str, object]) -> argparse.Namespace:
+    made = argparse.Namespace()
+    vars(made).update(**attributes)  # one may be named `self`
+    return made
+
+
 _RECORDS = ("enum", "dataclass", "namedtuple")
 _BUILD: dict[str, Callable[[_Reader, Json], object]] = {
     "float": lambda reader, v: float(v),
@@ -126,7 +132,7 @@ _BUILD: dict[str, Callable[[_Reader, Json], object]] = {
     "set": lambda reader, v: set(reader.keys(v)),
     "frozenset": lambda reader, v: frozenset(reader.keys(v)),
     "dict": lambda reader, v: dict(reader.items(v)),
-    "Namespace": lambda reader, v: argparse.Namespace(**{k: reader.read(x) for k, x in v}),
+    "Namespace": lambda reader, v: _namespace({k: reader.read(x) for k, x in v}),
     "OrderedDict": lambda reader, v: collections.OrderedDict(reader.items(v)),
     "bytes": lambda reader, v: bytes.fromhex(v),
     "bytearray": lambda reader, v: bytearray.fromhex(v),

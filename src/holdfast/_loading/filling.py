@@ -39,16 +39,22 @@ def refuse_expanded(table: ShardTable) -> None:
     for spec, memory in zip(table.specs, table.memory, strict=True):
         if memory.address or not isinstance(memory, TensorMemory):  # mostly: its elements lie row-major
             continue
-        tensor = memory.tensor
-        if tensor.numel() and any(
-            not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        ):
+        if memory.tensor.numel() and _overlaps_itself(memory.tensor):
             raise BadInput(
-                f"{spec.name!r} is an expanded tensor: several of its elements are one in memory, so a load "
-                "can't fill it.",
-                hint="Give the tensor that was expanded, or a copy: tensor.contiguous().",
+                f"{spec.name!r} is an expanded or unfolded tensor: several of its elements are one in "
+                "memory, so a load can't fill it.",
+                hint="Give the tensor that it was made of, or a copy: tensor.contiguous().",
                 rank=table.rank,
             )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    reach = 0  # from the first element to the last one, along the axes so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def announce(table: ShardTable, leaves: Iterable[Leaf]) -> None:

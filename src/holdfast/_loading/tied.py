@@ -1,4 +1,5 @@
-"""Load into tied tensors: memory that a state has under several names is filled once."""
+"""Load into memory that a state has under several names: tied tensors are filled once, and none may be stored
+with other elements than the others."""
 
 from __future__ import annotations
 
@@ -20,21 +21,31 @@ from holdfast.errors import LoadFailed
 
 
 class Tied(NamedTuple):
-    """Rows that are not read, because another row has their memory."""
+    """Rows of which another row has the memory, or a part of it."""
 
     rows: frozenset[int]
+    """Those that are not read, because another row fills the same elements."""
     unknown: list[tuple[int, int]]
-    """Those of them whose stored elements may differ from the other row's, and that row."""
+    """Those whose stored elements may differ from what another row puts there, and that row."""
 
 
 def rows_read_once(table: ShardTable, position: Array, columns: Columns, where: str) -> Tied:
     """Return which rows of a load need not be read. position: of each row, its tensor in `columns`.
 
-    Raises LoadFailed if other elements are stored under the names of tied rows.
+    Rows that only overlap are all read, but not directly into their memory: what one row reads there would
+    look like damage of another. Raises LoadFailed if other elements are stored under the names of tied rows.
     """
+    begins, ends = _memory_of(table)
+    if not _overlaps(begins, ends):  # mostly
+        return Tied(frozenset(), [])
     ties = find_ties(table)
-    alike = tied_rows(columns) if ties else {}
-    unknown = []
+    alike = tied_rows(columns)
+    begins[[*ties]] = 0
+    unknown = _overlaps(begins, ends)
+    for row in {row for row, _ in unknown}:
+        memory = table.memory[row]
+        assert isinstance(memory, TensorMemory)
+        memory.address = 0
     for row, first in ties.items():
         one, other = (int(position[at]) for at in (row, first))
         if alike.get(one, one) == alike.get(other, other):
@@ -48,10 +59,38 @@ def rows_read_once(table: ShardTable, position: Array, columns: Columns, where: 
     return Tied(frozenset(ties), unknown)
 
 
+def _memory_of(table: ShardTable) -> tuple[Array, Array]:
+    """Return where the memory of each row begins and ends; 0 if that is not known.
+
+    Of a tensor whose elements do not lie together, only the first byte counts.
+    """
+    begins = np.asarray([getattr(memory, "address", 0) for memory in table.memory], np.int64)
+    ends = begins + table.arrays().nbytes
+    for row in (begins == 0).nonzero()[0].tolist():
+        memory = table.memory[row]
+        if type(memory) is TensorMemory and memory.tensor.numel():
+            tensor = memory.tensor
+            begins[row] = tensor.data_ptr()
+            ends[row] = begins[row] + (tensor.nbytes if tensor.is_contiguous() else 1)
+    return begins, ends
+
+
+def _overlaps(begins: Array, ends: Array) -> list[tuple[int, int]]:
+    """Return the rows that have memory in common with another row, each with such a row."""
+    rows = ((begins != 0) & (begins < ends)).nonzero()[0]
+    rows = rows[np.argsort(begins[rows], kind="stable")]
+    # Of the rows that begin before a row, the one that reaches farthest overlaps it, if any does.
+    reach = np.maximum.accumulate(ends[rows])
+    farthest = np.maximum.accumulate(np.where(ends[rows] == reach, np.arange(len(rows)), 0))
+    late = (begins[rows[1:]] < reach[:-1]).nonzero()[0]
+    pairs = [*zip(rows[late + 1].tolist(), rows[farthest[late]].tolist(), strict=True)]
+    return [*pairs, *((first, row) for row, first in pairs)]
+
+
 def check_same(
     store: Store, source: Source, table: ShardTable, unknown: list[tuple[int, int]], tick: Callable[[], None]
 ) -> None:
-    """Compare the stored elements of rows that were not read with the memory that was filled.
+    """Compare the stored elements of rows with the memory that others have filled, too.
 
     Raises LoadFailed if they differ.
     """
@@ -86,8 +125,8 @@ def _parts(columns: Columns, row: int) -> tuple[bytes, ...]:
 def _differ(table: ShardTable, row: int, first: int, where: str) -> LoadFailed:
     names = table.specs[first].name, table.specs[row].name
     return LoadFailed(
-        f"{names[0]!r} and {names[1]!r} are one tensor on rank {table.rank} (tied weights), but {where} "
-        "holds different elements under these names.",
+        f"{names[0]!r} and {names[1]!r} share memory on rank {table.rank}, but {where} holds different "
+        "elements under these names.",
         rank=table.rank,
         hint="Untie them, or leave one out: exclude=[...].",
         details={"tensors": list(names)},

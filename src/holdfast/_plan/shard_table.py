@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -137,7 +138,15 @@ class ShardTable:
                 )
         # Each kind of box once: thousands of layers and experts have the same few shapes.
         shapes = [spec.shape for spec in self.specs]
-        outside = {pair for pair in {*zip(self.boxes, shapes, strict=True)} if not pair[0].within(pair[1])}
+        pairs = {*zip(self.boxes, shapes, strict=True)}
+        if not all(_is_countable(shape) for _, shape in pairs):
+            spec = next(spec for spec in self.specs if not _is_countable(spec.shape))
+            raise BadInput(
+                f"Rank {self.rank} holds a part of {spec.name!r}, whose global shape {spec.shape} is larger "
+                "than a checkpoint can describe.",
+                rank=self.rank,
+            )
+        outside = {pair for pair in pairs if not pair[0].within(pair[1])}
         for spec, box in zip(self.specs, self.boxes, strict=True) if outside else ():
             if (box, spec.shape) in outside:
                 raise BadInput(
@@ -175,6 +184,11 @@ class RowArrays:
     size: Array
     itemsize: Array
     nbytes: Array
+
+
+def _is_countable(shape: Dims) -> bool:
+    """Return whether an index can hold this shape: readers count a side of 0 as 1 (`format.columns`)."""
+    return len(shape) < 256 and 16 * math.prod(max(side, 1) for side in shape) <= 1 << 62
 
 
 def describe(spec: TensorSpec) -> str:

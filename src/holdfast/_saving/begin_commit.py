@@ -49,7 +49,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
     selected = selector((request.include, request.exclude))
 
     def keep(name: str) -> bool:
-        owner = rank_in_name(name)
+        owner = rank_in_name(name) if compared is not None else None
         if owner is not None and owner not in request.call.participants:
             return False  # a value of a rank that does not take part: the world is smaller now
         return selected(name)

@@ -263,7 +263,8 @@ def add_dtensor(
         # Megatron-FSDP's uneven shards: the box begins at 0 along the open axis until the lengths are known.
         axis = _open_axis(name, value, shape, expected, layout)
         begin = (*expected.begin[:axis], 0, *expected.begin[axis + 1 :])
-        late = DeferredOffset(axis, *layout.stand[axis], shape[axis] if local.numel() else 0, -1)
+        has_length = local.numel() or 0 in spec.shape  # a rank without elements may have any shape
+        late = DeferredOffset(axis, *layout.stand[axis], shape[axis] if has_length else 0, -1)
         _add(table, spec, Box(begin, shape), declared, local, late)
 
 

@@ -43,7 +43,7 @@ def join(name: str, key: object) -> str:
     if not isinstance(key, str | int | float | bool | tuple) and key is not None:
         raise BadInput(f"A dict under {name!r} has the key {key!r}; names are made of text and numbers.")
     text = str(key)
-    return f"{name}.{text}" if name and text else name or text
+    return f"{name}.{text}" if name else text
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:

@@ -65,9 +65,10 @@ class Shard:
         for axis, begin in enumerate(self.offset):
             if axis != unknown[0]:
                 lane = lane * max(self.global_shape[axis], 1) + begin
-        return DeferredOffset(
-            unknown[0], lane, int(position), self.tensor.shape[unknown[0]] if self.tensor.numel() else 0, -1
-        )
+        # A rank without elements may have any shape, unless no rank has elements.
+        has_length = self.tensor.numel() or 0 in self.global_shape
+        length = self.tensor.shape[unknown[0]] if has_length else 0
+        return DeferredOffset(unknown[0], lane, int(position), length, -1)
 
     def __repr__(self) -> str:
         begin = (

@@ -305,8 +305,8 @@ def retire(
     removable: dict[int, str] = {}
     # No more steps than there are folders: mostly nothing is looked at. Else the newest first.
     for step, folders in reversed(steps if len(steps) > rules.keep else []):
-        if len(removable) >= rules.keep and rules.stays_by_number(step):
-            continue
+        if rules.best is None and len(removable) >= rules.keep and rules.stays_by_number(step):
+            continue  # no other rule compares it with other steps
         marked = _best(store, folders)
         if marked is not None and marked.mark == INDEX and _is_removable(store, marked.folder):
             removable[step] = marked.folder
