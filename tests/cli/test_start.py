@@ -222,3 +222,19 @@ def completion(kind: str, **more: str) -> str:
         check=True,
     )
     return done.stdout
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "--help"])
+def test_an_output_that_can_not_be_written_is_no_verdict(command: str, checkpoint: Path) -> None:
+    """On a whole checkpoint: 1 would say that it is damaged."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "holdfast", command, str(checkpoint)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "holdfast: The output could not be written: [Errno 28] No space left on device\n"

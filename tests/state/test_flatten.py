@@ -97,7 +97,7 @@ def test_stateful_values_are_asked_and_told() -> None:
     outer = Counter({"inner": inner, "m": 2})
     flat = flatten({"c": outer}, 0)
     assert [leaf.name for leaf in flat.leaves] == ["c.inner.x", "c.inner.n", "c.m"]
-    for finish in flat.after:
+    for _, finish in flat.after:
         finish()
     assert inner.loaded == [inner.state]
     assert outer.loaded == [outer.state]

@@ -197,6 +197,38 @@ def test_a_load_of_the_model_alone_leaves_the_optimizer_as_it_is(tmp_path: Path)
     assert str(optimizer.state_dict()) == str(kept)
 
 
+class Resuming:
+    """As a data loader: what it is given says where it goes on."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.resumed = at, list[int]()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.resumed.append(state["at"])
+
+
+def test_what_is_left_out_of_a_load_is_not_touched(tmp_path: Path) -> None:
+    model = model_of(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, [0])
+    state = {"model": model, "optim": optimizer, "data": Resuming(5), "tuple": (torch.ones(1), 3)}
+    holdfast.save(state, tmp_path, job=holdfast.Job(no_dist=True))
+    fresh, groups = Resuming(2), optimizer.param_groups
+    state["data"] = fresh
+    for arguments in ({"include": ["model"]}, {"exclude": ["data", "optim"]}):
+        holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True), **arguments)
+        assert not fresh.resumed
+        assert optimizer.param_groups is groups
+    holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True), include=["data", "optim.state*"])
+    assert fresh.resumed == [5]
+    again = torch.optim.AdamW(model.parameters(), lr=0.1)  # whose states are not there yet
+    holdfast.load({"optim": again}, tmp_path, job=holdfast.Job(no_dist=True), include=["optim.state*"])
+    assert torch.equal(again.state[model[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+
+
 def test_a_state_that_comes_into_being_later_is_not_lost_by_set_state_dict() -> None:
     model = model_of(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

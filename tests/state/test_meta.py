@@ -177,3 +177,22 @@ def test_dtensors_and_boxes_on_the_meta_device(tmp_path: Path) -> None:
         assert state["b"].global_shape == (5, 3)
     finally:
         dist.destroy_process_group()
+
+
+def test_an_optimizer_of_parameters_that_a_load_replaces_is_refused(tmp_path: Path) -> None:
+    """It would train the old ones."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    holdfast.save({"model": model, "optimizer": optimizer}, tmp_path / "c")
+    for arguments in ({"include": ["model"]}, {"exclude": ["optimizer"]}, {}):
+        with torch.device("meta"):
+            again = torch.nn.Linear(3, 2)
+        state = {"model": again, "optimizer": torch.optim.AdamW(again.parameters())}
+        if not arguments:
+            with pytest.raises(BadInput, match="is the state of a parameter on the meta device"):
+                holdfast.load(state, tmp_path / "c")
+            continue
+        holdfast.load(state, tmp_path / "c", **arguments)
+        assert torch.equal(again.weight, model.weight)

@@ -57,8 +57,8 @@ class Arena:
             # Whole huge pages: fewer faults, and the next save of a model that grew a little fits as well.
             size = -(-size // _HUGE) * _HUGE
             os.ftruncate(self.fd, size)
-            self._attach(size)
             self.is_new = True
+            self._attach(size)
 
     def copy(self, start: int, address: int, nbytes: int) -> None:
         """Copy bytes of this process to `start`."""
@@ -88,15 +88,16 @@ class Arena:
             self.address, self.size = ctypes.addressof(self._keep), size
 
     def _detach(self) -> None:
+        # First: Ctrl-C may come in any call below, and nobody must copy to where nothing is mapped.
+        unpin, held = self.unpin, self._map
+        self.unpin, self._map, self.address, self.size = None, None, 0, 0
         # While the pages are still mapped: the driver finds them by their address.
-        if self.unpin is not None:
-            self.unpin()
-            self.unpin = None
+        if unpin is not None:
+            unpin()
         # Before `close`, as an mmap can't be closed while something has a buffer of it.
         self._keep = None
-        if self._map is not None:
-            self._map.close()
-        self._map, self.address, self.size = None, 0, 0
+        if held is not None:
+            held.close()
 
     def view(self, start: int, size: int) -> memoryview:
         assert self._map is not None

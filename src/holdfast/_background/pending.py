@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -41,6 +42,8 @@ class Pending(Future[SaveReport]):
         for future in (self, self.staging_completion):
             # Future.cancel can't end a save; ours can.
             future.set_running_or_notify_cancel()
+        self._begun = threading.Lock()
+        """The thread that runs the save holds it."""
         self.seen: bool = False
         """Has anybody seen how it ended?"""
         self.only_warns = False
@@ -61,7 +64,11 @@ class Pending(Future[SaveReport]):
         return self
 
     def start(self, run: Callable[[], SaveReport]) -> None:
+        """Run the save on a thread of its own, unless one runs it already."""
+
         def work() -> None:
+            if not self._begun.acquire(blocking=False):
+                return
             try:
                 report = run()
             except BaseException as error:
@@ -80,6 +87,10 @@ class Pending(Future[SaveReport]):
             if self._save is not None:
                 self._save.operation.cancel.set(error)  # the protocol tells it to the others, on this thread
             work()
+        except BaseException:  # Ctrl-C: the thread may have begun, or never begin
+            self.cancel()
+            work()
+            raise
 
     def _let_go(self) -> None:
         """Drop the job: who keeps this object must not keep what the save needed."""

@@ -140,8 +140,6 @@ class SaveQueue:
                 pending.seen = True
             pending._attempt(job)  # before the thread starts, so that a cancel always finds the job
             before = self.saves[-1] if self._in_order and self.saves else None
-            room.save = pending
-            self.saves.append(pending)
             if staged is not None:
                 forget_copied(job)  # training may free or change its tensors from here on
                 pending.has_staged()
@@ -151,13 +149,18 @@ class SaveQueue:
                 assert room.arena is not None
                 job.sink = WaveSink(room.writer, room.arena, pending.has_staged, budget, into)
                 retries = 0  # training goes on: another attempt would copy a later state
-            pending.start(lambda: _run(pending, job, room, retries, before))
+            run = partial(_run, pending, job, room, retries, before)
             try:
+                room.save = pending
+                self.saves.append(pending)
+                pending.start(run)
                 # In waves this takes as long as writing all but the last one; the save's deadline bounds it.
                 pending.staging_completion.result()
             except BaseException:
-                # Ctrl-C while waves are copied: the caller never gets this save, so all ranks give it up.
+                # Ctrl-C, mostly while waves are copied: the caller never gets this save, so all ranks give it
+                # up. Others wait for its end, so it must have begun.
                 pending.cancel()
+                pending.start(run)
                 raise
         if interrupt is not None and not isinstance(interrupt, Exception):
             raise interrupt
@@ -168,6 +171,8 @@ class SaveQueue:
     def settle(self, leave: int = 0, timeout: float | None = None) -> Iterator[Pending]:
         """Take the oldest saves out, each once it has ended, until at most `leave` are left. DeadlineExceeded
         if one goes on for longer than `timeout` seconds."""
+        if self.is_of_another_process():
+            self.saves.clear()  # only the parent has the threads that end them
         while len(self.saves) > leave:
             if not self.saves[0].wait(timeout):
                 raise self.saves[0].late("committed", timeout)

@@ -7,6 +7,7 @@ Exit codes: 0: success. 1: the check failed (damaged, different or missing). 2: 
 
 from __future__ import annotations
 
+import errno
 from importlib import import_module
 from keyword import iskeyword
 
@@ -85,4 +86,12 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line: the entry point of `holdfast`."""
-    cli(prog_name="holdfast")
+    try:
+        cli(prog_name="holdfast")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        from holdfast._cli.output import complain
+
+        complain(f"The output could not be written: {error}")
+        raise SystemExit(2) from None

@@ -60,7 +60,7 @@ class LoadJob:
         self.leaves: list[Leaf] = []
         self.owner: list[int] = []
         """Per row of `table`, its leaf."""
-        self.after: list[Callable[[], None]] = []
+        self.after: list[tuple[list[Leaf], Callable[[], None]]] = []
         """Functions to call once all is in the state: `load_state_dict` of stateful values."""
         self.streams = CallerStreams(self.table)
         self.plan: LoadPlan | None = None
@@ -215,7 +215,11 @@ class LoadJob:
         assert plan is not None
         # Only now that all ranks have read: until then any rank may fail the load of all.
         give_back(self.leaves, plan.filled, self.objects, self.built)
-        for finish in self.after:
+        filled = {id(self.leaves[leaf]) for leaf in plan.filled} | {id(leaf) for leaf, _ in self.built}
+        everything = self.request.include is None and not self.request.exclude
+        for leaves, finish in self.after:
+            if not everything and not any(id(leaf) in filled for leaf in leaves):
+                continue  # it was left out of the load
             try:
                 finish()
             except Exception as error:

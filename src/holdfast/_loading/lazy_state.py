@@ -157,6 +157,15 @@ class LazyStates:
     def _make(self, leaf: Leaf, columns: Columns, rows: list[int]) -> None:
         """Add leaves for the parts of a leaf, and rows for those."""
         value, made, new = leaf.value, Made(leaf), list[Leaf]()
+        parameter = getattr(value, "parameter", None)
+        # What get_state_dict gave has a source, and its states may be used without the optimizer.
+        if parameter is not None and parameter.is_meta and leaf.source is None:
+            raise BadInput(
+                f"{leaf.name!r} is the state of a parameter on the meta device, in whose place a load puts "
+                "another one: the optimizer would not change the model.",
+                hint="Load the model first, or give it memory (to_empty); then make its optimizer.",
+                rank=self.table.rank,
+            )
         present: dict[str, object] = {}
         if isinstance(value, ParameterState) and value:
             present = {part.name: part.value for part in leaves_of(leaf, self.table.rank)}
@@ -179,7 +188,6 @@ class LazyStates:
             new.append(Leaf(name, tensor, partial(made.parts.__setitem__, name), source=leaf.source))
         self.made.append(made)
         table, owner = build_shard_table(new, self.table.rank, self.participants, for_load=True)
-        parameter = getattr(value, "parameter", None)
         if parameter is not None:
             self._copy_boxes(table, parameter)
         # From here on these are leaves like others: found, read and verified together with them.

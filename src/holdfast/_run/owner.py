@@ -271,6 +271,8 @@ def _forked() -> None:
     """Forget all leases in a fork, which holds none."""
     global _PROCESS
     _PROCESS = secrets.token_hex(8)
+    for lease in _leases.values():  # a thread of the parent may hold the lock
+        lease._lock, lease._mine, lease._thread = threading.Lock(), None, None
     _leases.clear()
 
 

@@ -221,13 +221,13 @@ def _walk_stateful(value: Stateful, name: str, flat: Flat, rank: int, private: b
             value.load_state_dict(inner[0])
 
     # Appended after those of inner values, so that inner values are loaded first.
-    flat.after.append(give_back)
+    flat.after.append((leaves, give_back))
 
 
 def _walk_items(
     value: Sequence[object], name: str, put: Callable[[object], None], flat: Flat, rank: int, private: bool
 ) -> None:
-    items = list(value)
+    items, first = list(value), len(flat.leaves)
     if all(isinstance(item, Shard) for item in items):
         flat.leaves += [Leaf(name, item, _fixed) for item in items]
         return
@@ -240,7 +240,7 @@ def _walk_items(
             flat.leaves.append(Leaf(join(name, position), rest, rest.fill, private=private))
         _walk(item, join(name, position), set_item, flat, rank, private)
     if isinstance(value, tuple):  # it can't be filled, so another one takes its place
-        flat.after.append(lambda: _put_tuple(value, items, put))
+        flat.after.append((flat.leaves[first:], lambda: _put_tuple(value, items, put)))
 
 
 def _put_tuple(value: tuple[object, ...], items: Sequence[object], put: Callable[[object], None]) -> None:

@@ -47,8 +47,9 @@ class Flat:
     leaves: list[Leaf] = field(default_factory=list)
     containers: dict[str, type[str] | type[int]] = field(default_factory=dict)
     """The dicts and lists that were walked, by name: whether their parts have names or numbers."""
-    after: list[Callable[[], None]] = field(default_factory=list)
-    """To call after everything is loaded: load_state_dict of stateful values, innermost first."""
+    after: list[tuple[list[Leaf], Callable[[], None]]] = field(default_factory=list)
+    """To call after everything is loaded: load_state_dict of stateful values, innermost first, each with the
+    leaves of its value."""
 
     def path(self, name: str) -> tuple[str | int, ...]:
         """Return the keys that lead to a name; one only, if its container is unknown here."""

@@ -64,6 +64,11 @@ def names_of(parts: Sequence[torch.nn.Module]) -> dict[int, str]:
     of: dict[str, int] = {}
     for part in parts:
         clean = _clean(part)
+        for module in part.modules():
+            kind: type = type(module)
+            if "FSDPModule" in _kinds(kind):
+                # As state_dict() does: after a forward without a backward, the root has whole parameters.
+                module.reshard()  # type: ignore[operator]
         # All names of tied parameters: none of them may be the name of another parameter.
         for path, parameter in part.named_parameters(remove_duplicate=False):
             name = clean(path)

@@ -316,6 +316,32 @@ def lose_a_state(rank: int, path: str, layout: Layout, missing: str, who: int) -
     assert everything(other, fresh)[f"optim.{LOST}.exp_avg"].ne(0).sum() < kept.ne(0).sum()
 
 
+def save_after_an_evaluation(rank: int, path: str, layout: Layout) -> None:
+    """A forward without a backward leaves whole parameters in the root, which its optimizer does not have."""
+    model, optimizer, _ = build(layout, 1)
+    train(model, optimizer, range(2), rank // layout.ep)
+    kept = everything(model, optimizer)
+    before = dict(zip(("model", "optim"), holdfast.get_state_dict(model, optimizer), strict=True))
+    job = holdfast.Job(timeout=60, stall_timeout=20)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.arange(4))
+        assert not all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+    evaluate()
+    holdfast.save({"optim": before["optim"], "weights": before["model"]}, path, job=job)
+    evaluate()
+    holdfast.load({"optim": before["optim"], "weights": before["model"]}, path, job=job)
+    evaluate()
+    model_state, optim_state = holdfast.get_state_dict(model, optimizer)
+    evaluate()
+    holdfast.set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
+    after = everything(model, optimizer)
+    assert kept.keys() == after.keys()
+    assert [name for name, value in kept.items() if not torch.equal(value, after[name])] == []
+
+
 def switch_from_torch(rank: int, path: str, layout: Layout) -> None:
     """What torch's functions and DCP saved, loaded by ours, nested and flat."""
     import torch.distributed.checkpoint as dcp

@@ -115,6 +115,10 @@ def test_a_state_that_one_rank_lacks_is_zeros_if_asked(eight: ProcessWorld, tmp_
     eight.run(moe.lose_a_state, str(tmp_path / "c"), SAVED, "zeros", 2)
 
 
+def test_after_an_evaluation(eight: ProcessWorld, tmp_path: Path) -> None:
+    eight.run(moe.save_after_an_evaluation, str(tmp_path / "c"), SAVED)
+
+
 def test_a_models_own_state_dict(eight: ProcessWorld, tmp_path: Path) -> None:
     eight.run(moe.without_functions, str(tmp_path / "c"))
 
