@@ -16,7 +16,7 @@ import holdfast
 from holdfast._integrations.torch_dist import import_torch_dist
 from holdfast._io import open_files
 from holdfast._store.local import LocalStore
-from holdfast.errors import CorruptCheckpoint, MissingTensors, NotCommitted
+from holdfast.errors import CorruptCheckpoint, LoadFailed, MissingTensors, NotCommitted
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
 
@@ -139,6 +139,26 @@ def test_another_dtype_in_the_metadata_is_told(folder: Path) -> None:
     state = {"model": {name: value.double() for name, value in empty()["model"].items()}}
     with pytest.raises(CorruptCheckpoint, match="it holds float32, the metadata says float64"):
         holdfast.load(state, folder)
+
+
+def test_another_order_than_row_major_is_no_damage(tmp_path: Path) -> None:
+    """Else `restore` would pass over the step."""
+    whole = torch.arange(6.0).view(2, 3)
+    dcp.save({"w": whole.t(), "x": whole}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(LoadFailed, match=r"'w' at 0 can't be read: its elements are not in row-major order"):
+        holdfast.load({"w": torch.zeros(3, 2)}, tmp_path / "dcp")
+    target = torch.zeros(2, 3)
+    holdfast.load({"x": target}, tmp_path / "dcp")
+    assert torch.equal(target, whole)
+
+
+@pytest.mark.parametrize("given", [[{"a": 3}, {}], [{"a": 3, "m": {}}], [{"a": 3, "b": 4}]])
+def test_empty_dicts_in_a_list_stay(given: list[Any], tmp_path: Path) -> None:
+    """torch DCP stores nothing of them."""
+    dcp.save({"list": given}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    state = {"list": [{key: value and 0 for key, value in item.items()} for item in given]}
+    holdfast.load(state, tmp_path / "dcp")
+    assert state["list"] == given
 
 
 def test_garbage_metadata_is_told(folder: Path) -> None:

@@ -18,7 +18,7 @@ from holdfast._format.archive import Archive, BadArchive
 from holdfast._format.container import Read
 from holdfast._format.pickle_reader import BadPickle, Global, PickleReader, empty_dict, first
 from holdfast._layout.tensor import CODE_OF
-from holdfast.errors import CorruptCheckpoint
+from holdfast.errors import CorruptCheckpoint, LoadFailed
 
 _PICKLE_BYTES = 64 << 10
 """Limit of `data.pkl` in an archive of one tensor, which has a few hundred bytes."""
@@ -142,12 +142,22 @@ def _plan(data: bytes) -> PickledTensor:
     return tensor
 
 
+class OtherOrder(BadArchive):
+    """Its elements are whole, but in an order that is not read: no damage."""
+
+
 def locate(read: Read, chunk: Chunk, dtype: str, itemsize: int, name: str, where: str) -> ChunkLocation:
     """Find the elements of a tensor's chunk inside its archive."""
     try:
         archive = Archive(read, chunk.start, chunk.length)
         tensor = _plan(archive.load("data.pkl", _PICKLE_BYTES))
         return locate_in(archive, tensor, chunk.size, dtype, itemsize)
+    except OtherOrder as error:
+        raise LoadFailed(
+            f"{where}/{chunk.file}: the part of {name!r} at {chunk.start} can't be read: {error}.",
+            hint="Load it with torch's own functions, and save it again from contiguous tensors.",
+            details={"file": chunk.file, "tensor": name},
+        ) from None
     except (BadArchive, BadPickle) as error:
         raise CorruptCheckpoint(
             f"{where}/{chunk.file} is damaged: the part of {name!r} at {chunk.start} can't be read: {error}.",
@@ -158,7 +168,8 @@ def locate(read: Read, chunk: Chunk, dtype: str, itemsize: int, name: str, where
 def locate_in(
     archive: Archive, tensor: PickledTensor, size: tuple[int, ...], dtype: str, itemsize: int
 ) -> ChunkLocation:
-    """Return the position of the elements. BadArchive if they contradict the metadata: `size`, `dtype`."""
+    """Return the position of the elements. BadArchive if they contradict the metadata: `size`, `dtype`.
+    OtherOrder if they do not lie row-major."""
     member = archive.find(f"data/{tensor.key}")
     nbytes = math.prod(size) * itemsize
     if tensor.shape != size and math.prod(tensor.shape) * itemsize != nbytes:
@@ -167,7 +178,7 @@ def locate_in(
         raise BadArchive(f"it holds {tensor.dtype}, the metadata says {dtype}")
     # Row-major elements are contiguous, as in our own files, so readers need no other path.
     if not _row_major(tensor.shape, tensor.stride):
-        raise BadArchive("its elements are not in row-major order; save it again from a contiguous tensor")
+        raise OtherOrder("its elements are not in row-major order, and Holdfast reads no other")
     # torch.save writes storages, not tensors: a view is stored with all of its storage.
     begin = tensor.start * itemsize
     if begin + nbytes > member.nbytes:

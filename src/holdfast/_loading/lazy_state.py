@@ -44,7 +44,7 @@ class Made:
         structure = self.parts.get(join(name, STRUCTURE))
         keys = [part[len(name) + 1 :] for part in self.parts]
         if isinstance(self.leaf.value, list):
-            return as_list(dict(zip(keys, self.parts.values(), strict=True)))
+            return _as_list(dict(zip(keys, self.parts.values(), strict=True)), self.leaf.value)
         return build(guess(keys) if structure is None else structure, name, self.parts, self.leaf.value)
 
 
@@ -347,11 +347,17 @@ def _are_parts_of_a_list(keys: list[str]) -> bool:
     return numbers == set(range(len(numbers)))
 
 
-def as_list(parts: Mapping[str, object]) -> list[object]:
+def _as_list(parts: Mapping[str, object], present: list[object]) -> list[object]:
     """Build a list of dicts from `0.lr`, `0.betas`, `1.lr`, as torch DCP saves an optimizer's
-    `param_groups`."""
+    `param_groups`. Empty dicts have no parts, so those of the present list stay."""
     dicts: dict[int, dict[str, object]] = {}
     for path, value in parts.items():
         number, _, key = path.partition(".")
         dicts.setdefault(int(number), {})[key] = value
+    for index, item in enumerate(present):
+        if not isinstance(item, dict):
+            continue
+        empty = {key: value for key, value in item.items() if isinstance(value, dict) and not value}
+        if index in dicts or len(empty) == len(item):
+            dicts[index] = empty | dicts.get(index, {})
     return [dicts[index] for index in sorted(dicts)]
