@@ -11,6 +11,7 @@ import pytest
 HEAD = """
 import os, signal, sys, torch, holdfast
 folder, kind = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 job = holdfast.Job(no_dist=True, timeout=20)
 small, large = {"w": torch.ones(3_000_000)}, {"w": torch.ones(9_000_000)}
 """

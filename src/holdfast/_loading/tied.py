@@ -64,7 +64,7 @@ def _memory_of(table: ShardTable) -> tuple[Array, Array]:
 
     Of a tensor whose elements do not lie together, only the first byte counts.
     """
-    begins = np.asarray([getattr(memory, "address", 0) for memory in table.memory], np.int64)
+    begins = np.asarray([memory.address for memory in table.memory], np.int64)
     ends = begins + table.arrays().nbytes
     for row in (begins == 0).nonzero()[0].tolist():
         memory = table.memory[row]
