@@ -176,13 +176,14 @@ def locate_in(
         raise BadArchive(f"it holds shape {list(tensor.shape)}, the metadata says {list(size)}")
     if tensor.dtype != dtype:
         raise BadArchive(f"it holds {tensor.dtype}, the metadata says {dtype}")
+    # torch.save writes storages, not tensors: a view is stored with all of its storage.
+    begin = tensor.start * itemsize
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
+    if begin + (last + 1 if nbytes else 0) * itemsize > member.nbytes:
+        raise BadArchive("it ends too early")
     # Row-major elements are contiguous, as in our own files, so readers need no other path.
     if not _row_major(tensor.shape, tensor.stride):
         raise OtherOrder("its elements are not in row-major order, and Holdfast reads no other")
-    # torch.save writes storages, not tensors: a view is stored with all of its storage.
-    begin = tensor.start * itemsize
-    if begin + nbytes > member.nbytes:
-        raise BadArchive("it ends too early")
     position = archive.content(member) + begin
     return ChunkLocation(position, nbytes, member.crc, begin == 0 and member.nbytes == nbytes)
 
