@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
 from holdfast import dcp
+from holdfast._integrations.torch_dist import export_torch_dist
 from holdfast.errors import CorruptCheckpoint
+from tests.integrations.test_torch_dist import same
 from tests.support.processes import ProcessWorld
 
 ALONE = holdfast.Job(no_dist=True)
@@ -70,6 +74,51 @@ def test_stock_dcp_loads_modules_optimizers_and_objects(tmp_path: Path) -> None:
     assert torch.equal(blank["model"]["weight"], model.weight)
     assert (blank["step"], blank["names"]) == (7, ["a", {"b": (1, 2)}])
     assert torch.equal(blank["half"], state["half"])
+
+
+def trained(steps: int) -> dict[str, Any]:
+    """A model, its optimizer of two groups, a schedule and a list, as a trainer gives them to DCP."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW([{"params": part.parameters(), "lr": 0.1} for part in model])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(max(steps, 1)):  # get_state_dict of an optimizer without a state runs a step
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    for _ in range(steps):
+        schedule.step()
+    names, states = get_state_dict(model, optimizer)
+    history = [{"step": step, "loss": [step, {"rank": step}]} for step in (steps, steps + 1)]
+    return {"model": names, "optim": states, "schedule": schedule, "history": history, "plain": {"a": steps}}
+
+
+def as_values(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "schedule": state["schedule"].state_dict()}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("way", ["theirs", "marked", "plain", "reader", "export"])
+def test_lists_of_dicts_have_the_names_that_stock_gives_them(way: str, tmp_path: Path) -> None:
+    """Else stock DCP takes the folder for one of torch 2.3, where no dict of plain values is taken apart."""
+    state, folder = trained(3), tmp_path / way
+    if way == "theirs":
+        stock.save(state, checkpoint_id=folder)
+    elif way == "marked":
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        holdfast.save(state, folder, job=ALONE)
+    if way == "export":
+        export_torch_dist(folder, folder := tmp_path / "out")
+    found = trained(0)
+    given = {"storage_reader": dcp.HoldfastReader(folder)} if way == "reader" else {"checkpoint_id": folder}
+    stock.load(found, **given)
+    assert same(as_values(found), as_values(state))
+    assert not same(as_values(trained(0)), as_values(state))
+    dcp_to_torch_save(folder, tmp_path / "one.pt")
+    one = torch.load(tmp_path / "one.pt", weights_only=False)
+    assert one["history"] == state["history"]
+    # Only `.metadata` of a save by DCP's name knows how names are nested.
+    groups = one["optim"]["param_groups"] if way in ("theirs", "marked") else one["optim.param_groups"]
+    assert groups == state["optim"]["param_groups"]
 
 
 def test_a_checkpoint_becomes_one_file_of_torch_save(tmp_path: Path) -> None:

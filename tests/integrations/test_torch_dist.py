@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,53 @@ def test_empty_dicts_in_a_list_stay(given: list[Any], tmp_path: Path) -> None:
     state = {"list": [{key: value and 0 for key, value in item.items()} for item in given]}
     holdfast.load(state, tmp_path / "dcp")
     assert state["list"] == given
+
+
+@pytest.mark.parametrize(
+    ("given", "present"),
+    [
+        ([[3], [3, {"q": 3}]], [[0], [0, {"q": 0}]]),
+        ([{"q.x": 3, "q": {"y": [4]}}], [{"q.x": 0, "q": {"y": []}}]),
+        ([{"a": {1: 3}}, {}, {"b": 4}], [{"a": {7: 0}}, {}, {"b": 0}]),
+        ([{"m": {3: 1, 5: 1}}], [{"m": {}}]),
+        ([{"a": [{"b": 1}, {"b": 2}]}], [{"a": []}]),
+        ([{"a": 1}, {"a": 2}], []),
+    ],
+)
+def test_lists_of_lists_and_dicts(given: list[Any], present: list[Any], tmp_path: Path) -> None:
+    """torch DCP stores their values one by one, each under the text of its path."""
+    dcp.save({"list": given}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    state = {"list": present}
+    holdfast.load(state, tmp_path / "dcp")
+    assert state["list"] == given
+
+
+def test_a_list_with_a_number_left_out_is_told(tmp_path: Path) -> None:
+    dcp.save({"list": {"0": {"a": 1}, "2": {"a": 2}}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(MissingTensors, match="'list'"):
+        holdfast.load({"list": [{"a": 0}, {"a": 0}, {"a": 0}]}, tmp_path / "dcp")
+
+
+def sequential(steps: int) -> torch.optim.lr_scheduler.SequentialLR:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+    parts = [
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2),
+        torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5]),
+    ]
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+    return schedule
+
+
+def test_a_schedule_of_schedules_goes_on(tmp_path: Path) -> None:
+    dcp.save({"schedule": sequential(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    fresh, other = sequential(0), sequential(9)
+    for found in (fresh, other):
+        holdfast.load({"schedule": found}, tmp_path / "dcp")
+        assert found.state_dict() == sequential(3).state_dict()
+        assert type(found.state_dict()["_schedulers"][1]["milestones"]) is Counter
 
 
 def test_garbage_metadata_is_told(folder: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from holdfast._format.columns import Columns
 from holdfast._format.names import MARKER, METADATA
@@ -30,6 +31,8 @@ from holdfast._store.base import Store, replace_file
 log = logging.getLogger("holdfast")
 Described = dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata]
 """DCP's description of each name."""
+Paths = dict[str, tuple[str | int, ...]]
+"""The keys that lead to each name in a nested state."""
 Stored: TypeAlias = "dict[dcp.MetadataIndex, filesystem._StorageInfo]"
 """The file and byte range of each part."""
 
@@ -105,6 +108,12 @@ def describe(columns: Columns) -> Described:
     for name, dtype, shape, kind in columns.specs():
         described[name] = bytes_only if kind == OBJECT else shared(DTYPES[dtype].name, shape)
     return described
+
+
+def in_parts(name: str, value: list[Any]) -> tuple[dict[str, Any], Paths]:
+    """Return the parts of a list as torch DCP saves them, and their paths: it splits a list with dicts in it
+    (`param_groups.0.lr`), which is one object here."""
+    return flatten_state_dict({name: value})
 
 
 def _whole_tensor(dtype: str, shape: tuple[int, ...]) -> dcp.TensorStorageMetadata:

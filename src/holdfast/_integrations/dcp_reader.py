@@ -9,29 +9,31 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from holdfast._format.names import INDEX, MARKER, METADATA
-from holdfast._integrations.dcp_metadata import describe
+from holdfast._format.names import INDEX, MARKER, METADATA, rank_in_name
+from holdfast._format.objects import PLAIN
+from holdfast._integrations.dcp_metadata import describe, in_parts
 from holdfast._integrations.patching import ORIGINAL
 from holdfast._io.open_checkpoint import open_source
-from holdfast._layout.box import Box
-from holdfast._layout.tensor import TensorSpec
+from holdfast._layout.box import Box, whole
+from holdfast._layout.tensor import OBJECT, TensorSpec
 from holdfast._loading.boxes import Wanted
 from holdfast._loading.stored_checkpoint import StoredCheckpoint
 from holdfast._store.base import Folder
 from holdfast._store.local import open_store
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, LoadFailed
 
 
 class HoldfastReader(StorageReader):
@@ -53,7 +55,23 @@ class HoldfastReader(StorageReader):
     def read_metadata(self, *args: object, **named: object) -> Metadata:
         with open_source(open_store(self._path)) as source:
             described = describe(source.select())
-        return Metadata(described, storage_meta=StorageMeta(checkpoint_id=str(self._path)))
+        planned = {name: (name,) for name in described}
+        metadata = Metadata(described, planned, storage_meta=StorageMeta(checkpoint_id=str(self._path)))
+        self.split(metadata)
+        return metadata
+
+    def split(self, metadata: Metadata) -> None:
+        """Name the parts of lists, as torch DCP does, where the metadata names the lists."""
+        with StoredCheckpoint(self._path) as checkpoint:
+            lists = _lists(checkpoint)
+        described, planned = metadata.state_dict_metadata, metadata.planner_data
+        metadata.state_dict_metadata = _Described(described, lists)
+        for name, value in lists.items():
+            _, paths = in_parts(name, value)
+            del metadata.state_dict_metadata[name]
+            metadata.state_dict_metadata.update(dict.fromkeys(paths, BytesStorageMetadata()))
+            start = planned.pop(name)
+            planned.update({part: (*start, *path[1:]) for part, path in paths.items()})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: object, **named: object
@@ -76,10 +94,12 @@ class HoldfastReader(StorageReader):
             checkpoint.fill(boxes, targets)  # into the state itself: a rank's memory may be full
             for item, target in zip(tensors, targets, strict=True):
                 planner.commit_tensor(item, target)
+            parts_of = cache(partial(_parts_of, checkpoint))  # an object is read once for all its parts
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
-                    data = io.BytesIO()
-                    torch.save(checkpoint[item.storage_index.fqn], data)  # the planner reads it by torch.load
+                    name, data = item.storage_index.fqn, io.BytesIO()
+                    value = parts_of(_stored_in(name, checkpoint))[name]
+                    torch.save(value, data)  # the planner reads it by torch.load
                     data.seek(0)
                     planner.load_bytes(item, data)
         done.set_result(None)
@@ -92,6 +112,55 @@ class HoldfastReader(StorageReader):
                 return True
         except HoldfastError:
             return False
+
+
+class _Described(dict[str, Any]):
+    """DCP's descriptions. A list that is named by its parts is also found under its own name, for a state
+    with something else in its place; its name is not listed, as DCP takes a checkpoint with it for one of
+    torch 2.3."""
+
+    def __init__(self, described: Mapping[str, Any], lists: Container[str]) -> None:
+        super().__init__(described)
+        self._lists = lists
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._lists
+
+    def __missing__(self, name: str) -> BytesStorageMetadata:
+        if name not in self._lists:
+            raise KeyError(name)
+        return BytesStorageMetadata()
+
+
+def _lists(checkpoint: StoredCheckpoint) -> dict[str, list[Any]]:
+    """Return the objects that DCP stores in parts. What belongs to one rank is in no state of DCP's."""
+    specs = [spec for spec in checkpoint.specs(checkpoint) if spec.kind == OBJECT]
+    specs = [spec for spec in specs if rank_in_name(spec.name) is None]
+    found = {}
+    # All at once, because most are no lists, and a checkpoint may have thousands.
+    contents = checkpoint.read_boxes([Wanted(spec, whole(spec.shape), spec.dtype) for spec in specs])
+    for spec, data in zip(specs, contents, strict=True):
+        begin = bytes(data[:2].tolist())
+        if begin[:1] == PLAIN and begin[1:] != b"[":
+            continue
+        with suppress(LoadFailed):  # a class that is not allowed: no list of DCP's
+            value = checkpoint[spec.name]
+            if isinstance(value, list) and [*in_parts(spec.name, value)[0]] != [spec.name]:
+                found[spec.name] = value
+    return found
+
+
+def _stored_in(name: str, checkpoint: StoredCheckpoint) -> str:
+    """Return the name of the object that a name of DCP's is, or is a part of."""
+    while name not in checkpoint and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _parts_of(checkpoint: StoredCheckpoint, name: str) -> dict[str, Any]:
+    """Return the value of an object by its name, and those of its parts."""
+    value = checkpoint[name]
+    return {**(in_parts(name, value)[0] if isinstance(value, list) else {}), name: value}
 
 
 def _wanted(spec: TensorSpec, item: ReadItem) -> Wanted:
@@ -111,11 +180,15 @@ def readable_by_torch() -> None:
 def _reads_index(original: Callable[..., Metadata]) -> Callable[..., Metadata]:
     def read_metadata(self: FileSystemReader, *args: Any, **named: Any) -> Metadata:
         folder = Path(self.path)
+        reader, is_ours = HoldfastReader(folder), (folder / INDEX).exists()
         # `holdfast.save` wrote it; `holdfast.dcp.save` leaves a `.metadata`, which says more of the names.
-        if (folder / METADATA).exists() or not (folder / INDEX).exists():
-            return original(self, *args, **named)
-        metadata = HoldfastReader(folder).read_metadata()
-        metadata.storage_data = {}
+        if is_ours and not (folder / METADATA).exists():
+            metadata = reader.read_metadata()
+            metadata.storage_data = {}
+            return metadata
+        metadata = original(self, *args, **named)
+        if is_ours and _is_marker(metadata.storage_data):
+            reader.split(metadata)
         return metadata
 
     return read_metadata
@@ -123,13 +196,17 @@ def _reads_index(original: Callable[..., Metadata]) -> Callable[..., Metadata]:
 
 def _reads_ours(original: Callable[..., Future[None]]) -> Callable[..., Future[None]]:
     def read_data(self: FileSystemReader, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        stored = next(iter(self.storage_data.values()), None)
-        is_ours = not self.storage_data if stored is None else stored.relative_path == MARKER
-        if is_ours and (Path(self.path) / INDEX).exists():
+        if _is_marker(self.storage_data) and (Path(self.path) / INDEX).exists():
             return HoldfastReader(self.path).read_data(plan, planner)
         return original(self, plan, planner)
 
     return read_data
+
+
+def _is_marker(storage_data: Mapping[Any, Any]) -> bool:
+    """Return whether nothing is stored where DCP would look for it."""
+    stored = next(iter(storage_data.values()), None)
+    return stored is None or stored.relative_path == MARKER
 
 
 READS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {

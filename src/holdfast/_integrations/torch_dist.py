@@ -41,7 +41,7 @@ from holdfast._format.torch_dist import only_one
 from holdfast._format.torch_objects import Allowed, allowing
 from holdfast._integrations import dcp_metadata as metadata
 from holdfast._integrations.conversion_folder import delete, label_of, left_in, put_files, refuse_changed
-from holdfast._integrations.dcp_metadata import Described, Stored
+from holdfast._integrations.dcp_metadata import Described, Paths, Stored
 from holdfast._integrations.importing import FileMemory, leaf, run_import
 from holdfast._integrations.reporting import Meter, quiet
 from holdfast._io.index_file import open_index
@@ -194,15 +194,14 @@ def export_torch_dist(
             make_durably(target.root)
         writer = _Writer(target, f"{label}-{secrets.token_hex(4)}")
         try:
-            described = _export(store, index, writer, progress)
+            described, planned = _export(store, index, writer, progress)
             # Synced before `.metadata` names it: a reader that finds that file finds all data.
             writer.close()
         except BaseException:
             writer.discard()
             raise
         put_files(target, small)
-        flat = {name: (name,) for name in described}
-        made = metadata.encode(described, flat, writer.stored, save_id=_EXPORT + writer.suffix)
+        made = metadata.encode(described, planned, writer.stored, save_id=_EXPORT + writer.suffix)
         target.publish(METADATA, made, None)
         delete(target, left)
     return writer.written
@@ -230,9 +229,10 @@ def _finished(out: Store, label: str) -> str | None:
     return found[1].decode()
 
 
-def _export(store: Store, index: Index, writer: _Writer, progress: ReportProgress) -> Described:
-    """Write the data; return the descriptions for `.metadata`."""
+def _export(store: Store, index: Index, writer: _Writer, progress: ReportProgress) -> tuple[Described, Paths]:
+    """Write the data; return the descriptions for `.metadata`, and the paths."""
     described: Described = {}
+    planned: Paths = {}
     meter = Meter(progress, int(index.select().chunk_bytes().sum()))
     for row, name in enumerate(index.names()):
         one = index.select(np.asarray([row]))
@@ -240,8 +240,11 @@ def _export(store: Store, index: Index, writer: _Writer, progress: ReportProgres
             if name != COMMON:
                 with allowing(_safe_types()):
                     value = objects.decode(read_all(store, one, index.where), name)
-                    writer.add(dcp.MetadataIndex(name), _archive([value] if SHARD in name else value))
-                described[name] = dcp.BytesStorageMetadata()
+                    parts, paths = _parts(name, value)
+                    for part, content in parts.items():
+                        writer.add(dcp.MetadataIndex(part), _archive(content))
+                        described[part] = dcp.BytesStorageMetadata()
+                planned |= paths
             continue
         dtype, ndim, chunks = torch_dtype(int(one.dtype[0])), int(one.ndim[0]), []
         # One at a time, so that no more than one chunk is in memory.
@@ -254,7 +257,15 @@ def _export(store: Store, index: Index, writer: _Writer, progress: ReportProgres
             meter.moved(content.nbytes)
         shape = torch.Size(one.shape_of(0))
         described[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), shape, chunks)
-    return described
+        planned[name] = (name,)
+    return described, planned
+
+
+def _parts(name: str, value: object) -> tuple[dict[str, object], Paths]:
+    """Return what an export stores of an object, and under which paths."""
+    if SHARD in name:
+        return {name: [value]}, {name: (name,)}
+    return metadata.in_parts(name, value) if isinstance(value, list) else ({name: value}, {name: (name,)})
 
 
 def _safe_types() -> tuple[Allowed, ...]:

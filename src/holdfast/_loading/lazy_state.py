@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -44,7 +45,7 @@ class Made:
         structure = self.parts.get(join(name, STRUCTURE))
         keys = [part[len(name) + 1 :] for part in self.parts]
         if isinstance(self.leaf.value, list):
-            return _as_list(dict(zip(keys, self.parts.values(), strict=True)), self.leaf.value)
+            return _joined(dict(zip(keys, self.parts.values(), strict=True)), self.leaf.value)
         return build(guess(keys) if structure is None else structure, name, self.parts, self.leaf.value)
 
 
@@ -90,7 +91,7 @@ class LazyStates:
         for leaf in lists:
             first, stop = _under(names, leaf.name)
             keys = [name[len(leaf.name) + 1 :] for name in names[first:stop]]
-            if _are_parts_of_a_list(keys):
+            if _are_parts_of_a_list(keys, leaf.value):
                 leaf.optional = True  # it is stored in parts
                 parts.append((leaf, list(range(first, stop))))
         stored = self._states(lazy, names, patterns, strict)
@@ -338,26 +339,59 @@ def refuse_empty(url: str, empty: list[str], index: Source) -> None:
         )
 
 
-def _are_parts_of_a_list(keys: list[str]) -> bool:
-    """Return whether keys are those of a list of dicts: `0.lr`, `0.betas`, `1.lr`, no number left out."""
-    split = [key.split(".") for key in keys]
-    if not keys or any(len(part) != 2 or not part[0].isdecimal() or not part[1] for part in split):
+def _are_parts_of_a_list(keys: list[str], present: list[object]) -> bool:
+    """Return whether keys are those of a list: `0.lr`, `0.betas`, `1.lr`, no number left out but those of
+    present items that have no parts."""
+    numbers = {key.partition(".")[0] for key in keys}
+    if not keys or not all(map(str.isdecimal, numbers)) or max(key.count(".") for key in keys) > _DEEPEST:
         return False
-    numbers = {int(part[0]) for part in split}
-    return numbers == set(range(len(numbers)))
+    there = {int(number) for number in numbers}
+    there |= {index for index, item in enumerate(present) if _has_no_parts(item)}
+    return all(index in there for index in range(max(map(int, numbers))))
 
 
-def _as_list(parts: Mapping[str, object], present: list[object]) -> list[object]:
-    """Build a list of dicts from `0.lr`, `0.betas`, `1.lr`, as torch DCP saves an optimizer's
-    `param_groups`. Empty dicts have no parts, so those of the present list stay."""
-    dicts: dict[int, dict[str, object]] = {}
+_DEEPEST = 64
+"""Containers in one another that are built from names."""
+
+
+def _has_no_parts(value: object) -> bool:
+    """Return whether torch DCP stores nothing of a value: empty dicts, and containers of nothing else."""
+    if isinstance(value, Mapping):
+        return all(map(_has_no_parts, value.values()))
+    return isinstance(value, list) and bool(value) and all(map(_has_no_parts, value))
+
+
+def _joined(parts: Mapping[str, object], present: object) -> object:
+    """Build the value that torch DCP saved in parts, by their paths below it: `0.lr`, `0.betas`, `1.lr`.
+
+    present: the value in whose place it comes. Its keys tell a number from a text, and a dot in a key from
+    the next one; and what has no parts in it stays.
+    """
+    if "" in parts:
+        return parts[""]
+    known = {str(key): (key, value) for key, value in present.items()} if isinstance(present, Mapping) else {}
+    below: dict[str, dict[str, object]] = {}
     for path, value in parts.items():
-        number, _, key = path.partition(".")
-        dicts.setdefault(int(number), {})[key] = value
-    for index, item in enumerate(present):
-        if not isinstance(item, dict):
-            continue
-        empty = {key: value for key, value in item.items() if isinstance(value, dict) and not value}
-        if index in dicts or len(empty) == len(item):
-            dicts[index] = empty | dicts.get(index, {})
-    return [dicts[index] for index in sorted(dicts)]
+        # The longest: all are beginnings of one path.
+        key = max((above for above in _above(path, 0) if above in known), default=path.partition(".")[0])
+        below.setdefault(key, {})[path[len(key) + 1 :]] = value
+    numbers = {int(key): key for key in below if key.isdecimal()}
+    is_numbered = len(numbers) == len(below)
+    here = present if isinstance(present, list) else []
+    if is_numbered and (
+        here or (not isinstance(present, Mapping) and sorted(numbers) == [*range(len(below))])
+    ):
+        items = {index: item for index, item in enumerate(here) if _has_no_parts(item)}
+        for index, key in numbers.items():
+            items[index] = _joined(below[key], here[index] if index < len(here) else None)
+        return [items[index] for index in sorted(items)]
+    made: MutableMapping[object, object] = {}
+    if isinstance(present, MutableMapping):
+        made = copy(present)  # of its class: a Counter
+        made.clear()
+    made.update({key: value for key, value in known.values() if _has_no_parts(value)})
+    is_numbered &= all(type(key) is int for key, _ in known.values())
+    for text, inner in below.items():
+        new, value = known.get(text, (int(text) if is_numbered else text, None))
+        made[new] = _joined(inner, value)
+    return made
