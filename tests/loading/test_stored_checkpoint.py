@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
+from holdfast._format.index import Index
 from holdfast.errors import BadInput, CorruptCheckpoint, MissingTensors, NotCommitted
 from holdfast.testing import MemoryStore
 from tests.integrations.huggingface.models import TINY, publish, weights
@@ -187,3 +188,19 @@ def test_nothing_stays_open(tmp_path: Path) -> None:
     holdfast.open(tmp_path / "it").read()
     gc.collect()
     assert descriptors() == []
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_objects_are_read_at_once(lazy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each selection reads and verifies pages of the index, and each read opens a file: 4 ms an object."""
+    state = {str(number): {"step": number, "betas": (0.9, number)} for number in range(50)}
+    holdfast.save(state, tmp_path / "it", job=ALONE)
+    calls, select = list[None](), Index.select
+
+    def counted(self: Index, *args: Any) -> Any:
+        calls.append(None)
+        return select(self, *args)
+
+    monkeypatch.setattr(Index, "select", counted)
+    assert holdfast.load(tmp_path / "it", lazy=lazy) == state
+    assert 0 < len(calls) <= 4

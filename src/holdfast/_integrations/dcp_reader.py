@@ -11,7 +11,7 @@ import io
 import os
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
-from functools import cache, partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from holdfast._format.objects import PLAIN
 from holdfast._integrations.dcp_metadata import describe, in_parts
 from holdfast._integrations.patching import ORIGINAL
 from holdfast._io.open_checkpoint import open_source
-from holdfast._layout.box import Box, whole
+from holdfast._layout.box import Box
 from holdfast._layout.tensor import OBJECT, TensorSpec
 from holdfast._loading.boxes import Wanted
 from holdfast._loading.stored_checkpoint import StoredCheckpoint
@@ -94,14 +94,13 @@ class HoldfastReader(StorageReader):
             checkpoint.fill(boxes, targets)  # into the state itself: a rank's memory may be full
             for item, target in zip(tensors, targets, strict=True):
                 planner.commit_tensor(item, target)
-            parts_of = cache(partial(_parts_of, checkpoint))  # an object is read once for all its parts
-            for item in plan.items:
-                if item.type == LoadItemType.BYTE_IO:
-                    name, data = item.storage_index.fqn, io.BytesIO()
-                    value = parts_of(_stored_in(name, checkpoint))[name]
-                    torch.save(value, data)  # the planner reads it by torch.load
-                    data.seek(0)
-                    planner.load_bytes(item, data)
+            objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+            values = _values(checkpoint, {_stored_in(item.storage_index.fqn, checkpoint) for item in objects})
+            for item in objects:
+                data = io.BytesIO()
+                torch.save(values[item.storage_index.fqn], data)  # the planner reads it by torch.load
+                data.seek(0)
+                planner.load_bytes(item, data)
         done.set_result(None)
         return done
 
@@ -134,19 +133,15 @@ class _Described(dict[str, Any]):
 
 def _lists(checkpoint: StoredCheckpoint) -> dict[str, list[Any]]:
     """Return the objects that DCP stores in parts. What belongs to one rank is in no state of DCP's."""
-    specs = [spec for spec in checkpoint.specs(checkpoint) if spec.kind == OBJECT]
-    specs = [spec for spec in specs if rank_in_name(spec.name) is None]
+    names = [spec.name for spec in checkpoint.specs(checkpoint) if spec.kind == OBJECT]
     found = {}
-    # All at once, because most are no lists, and a checkpoint may have thousands.
-    contents = checkpoint.read_boxes([Wanted(spec, whole(spec.shape), spec.dtype) for spec in specs])
-    for spec, data in zip(specs, contents, strict=True):
-        begin = bytes(data[:2].tolist())
-        if begin[:1] == PLAIN and begin[1:] != b"[":
+    for name, data in checkpoint.encoded(name for name in names if rank_in_name(name) is None).items():
+        if data[:1] == PLAIN and data[1:2] != b"[":
             continue
         with suppress(LoadFailed):  # a class that is not allowed: no list of DCP's
-            value = checkpoint[spec.name]
-            if isinstance(value, list) and [*in_parts(spec.name, value)[0]] != [spec.name]:
-                found[spec.name] = value
+            value = checkpoint.decoded(name, data)
+            if isinstance(value, list) and [*in_parts(name, value)[0]] != [name]:
+                found[name] = value
     return found
 
 
@@ -157,10 +152,13 @@ def _stored_in(name: str, checkpoint: StoredCheckpoint) -> str:
     return name
 
 
-def _parts_of(checkpoint: StoredCheckpoint, name: str) -> dict[str, Any]:
-    """Return the value of an object by its name, and those of its parts."""
-    value = checkpoint[name]
-    return {**(in_parts(name, value)[0] if isinstance(value, list) else {}), name: value}
+def _values(checkpoint: StoredCheckpoint, names: set[str]) -> dict[str, Any]:
+    """Return the values of objects, and of the parts of lists, by their names."""
+    values: dict[str, Any] = {}
+    for name, data in checkpoint.encoded(names).items():
+        value = checkpoint.decoded(name, data)
+        values |= {**(in_parts(name, value)[0] if isinstance(value, list) else {}), name: value}
+    return values
 
 
 def _wanted(spec: TensorSpec, item: ReadItem) -> Wanted:

@@ -340,10 +340,10 @@ def refuse_empty(url: str, empty: list[str], index: Source) -> None:
 
 
 def _are_parts_of_a_list(keys: list[str], present: list[object]) -> bool:
-    """Return whether keys are those of a list: `0.lr`, `0.betas`, `1.lr`, no number left out but those of
-    present items that have no parts."""
-    numbers = {key.partition(".")[0] for key in keys}
-    if not keys or not all(map(str.isdecimal, numbers)) or max(key.count(".") for key in keys) > _DEEPEST:
+    """Return whether keys are those of a list with dicts or lists in it, as DCP splits no other: `0.lr`,
+    `0.betas`, `1.lr`. No number is left out but those of present items that have no parts."""
+    numbers, depth = {key.partition(".")[0] for key in keys}, max((key.count(".") for key in keys), default=0)
+    if not all(map(str.isdecimal, numbers)) or not 1 <= depth <= _DEEPEST:
         return False
     there = {int(number) for number in numbers}
     there |= {index for index, item in enumerate(present) if _has_no_parts(item)}

@@ -17,7 +17,6 @@ from holdfast._format import objects
 from holdfast._format.columns import tied_rows
 from holdfast._format.limits import bounded_memory
 from holdfast._io.open_checkpoint import open_source
-from holdfast._io.raw_read import read_all
 from holdfast._io.renamed import Rename, Renamed, check_rename
 from holdfast._io.source import Source
 from holdfast._layout.box import Box, whole
@@ -146,13 +145,23 @@ class StoredCheckpoint(Mapping[str, Any]):
             near = nearest(str(name), self._names)
             raise KeyError(f"{self.path} does not hold {name!r}" + (f"; nearest: {near!r}" if near else ""))
         [spec] = self.specs([name])
-        return StoredTensor(self, spec) if spec.kind != OBJECT else self._object(name)
+        if spec.kind != OBJECT:
+            return StoredTensor(self, spec)
+        return self.decoded(name, self.encoded([name])[name])
 
-    def _object(self, name: str) -> Any:
+    def encoded(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Read objects, all at once, in the form that `decoded` takes."""
+        specs, prefix = self.specs(names), self._source.object_prefix
+        with bounded_memory(f"An object of {self.path}"):
+            contents = self.read_boxes([Wanted(spec, whole(spec.shape), spec.dtype) for spec in specs])
+            return {
+                spec.name: prefix + data.numpy().tobytes() for spec, data in zip(specs, contents, strict=True)
+            }
+
+    def decoded(self, name: str, data: bytes) -> Any:
+        """Return the value of an object. LoadFailed if its type is not allowed."""
         with bounded_memory(f"The object {name!r} of {self.path}"):
-            columns = self._source.select(np.asarray([self._row[name]]))
-            data = read_all(self._store, columns, self._source.where)
-            return objects.decode(self._source.object_prefix + data, name)
+            return objects.decode(data, name)
 
     def read(self, prefix: str = "", dtype: torch.dtype | None = None) -> dict[str, Any]:
         """Read all values below a prefix, by their names without it, as `load_state_dict` of a module wants.
@@ -194,8 +203,9 @@ class StoredCheckpoint(Mapping[str, Any]):
         else:
             made = self.read_boxes([Wanted(spec, whole(spec.shape), _code(spec, dtype)) for spec in tensors])
         found = dict(zip([spec.name for spec in tensors], made, strict=True))
+        encoded = self.encoded(spec.name for spec in specs if spec.kind == OBJECT)
         return {
-            spec.name: self._object(spec.name)
+            spec.name: self.decoded(spec.name, encoded[spec.name])
             if spec.kind == OBJECT
             else found[tied.get(spec.name, spec.name)]
             for spec in specs
