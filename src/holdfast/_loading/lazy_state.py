@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from copy import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -24,10 +23,11 @@ from holdfast._layout.patterns import Patterns, is_selected, selector
 from holdfast._layout.tensor import TENSOR, Dims
 from holdfast._plan.shard_table import ShardTable
 from holdfast._state.flatten import build_shard_table, leaves_of
+from holdfast._state.from_names import are_of_a_list, joined, parents_of
 from holdfast._state.leaf import Leaf
 from holdfast._state.live import ParameterState, Rest, zeros
 from holdfast._state.memory import TensorMemory, torch_dtype
-from holdfast._state.structure import STRUCTURE, build, guess, join
+from holdfast._state.structure import STRUCTURE, build, join
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 
@@ -43,10 +43,10 @@ class Made:
         """Build the value that takes the leaf's place from its parts."""
         name = self.leaf.name
         structure = self.parts.get(join(name, STRUCTURE))
-        keys = [part[len(name) + 1 :] for part in self.parts]
-        if isinstance(self.leaf.value, list):
-            return _joined(dict(zip(keys, self.parts.values(), strict=True)), self.leaf.value)
-        return build(guess(keys) if structure is None else structure, name, self.parts, self.leaf.value)
+        if structure is not None:
+            return build(structure, name, self.parts, self.leaf.value)
+        present = self.leaf.value if isinstance(self.leaf.value, list) else {}
+        return joined({part[len(name) + 1 :]: value for part, value in self.parts.items()}, present)
 
 
 class LazyStates:
@@ -91,7 +91,7 @@ class LazyStates:
         for leaf in lists:
             first, stop = _under(names, leaf.name)
             keys = [name[len(leaf.name) + 1 :] for name in names[first:stop]]
-            if _are_parts_of_a_list(keys, leaf.value):
+            if are_of_a_list(keys, leaf.value):
                 leaf.optional = True  # it is stored in parts
                 parts.append((leaf, list(range(first, stop))))
         stored = self._states(lazy, names, patterns, strict)
@@ -130,7 +130,7 @@ class LazyStates:
                 row
                 for row in range(first, stop)
                 # A name that is, or is under, another leaf of the state belongs to that leaf.
-                if known.isdisjoint(_above(names[row], start))
+                if known.isdisjoint(parents_of(names[row], start))
                 and selected(names[row])
                 and (takes is None or takes(names[row][start:]))
             ]
@@ -302,15 +302,6 @@ def _address(parameter: torch.Tensor) -> int:
     return local.data_ptr() if local.numel() else local.untyped_storage().data_ptr()
 
 
-def _above(name: str, start: int) -> Iterator[str]:
-    """Yield the parents of a name that end at position `start` or later, and the name itself."""
-    end = name.find(".", start)
-    while end >= 0:
-        yield name[:end]
-        end = name.find(".", end + 1)
-    yield name
-
-
 def _under(names: list[str], parent: str) -> tuple[int, int]:
     """Return where the names under `parent` begin and end in a sorted list."""
     return bisect_left(names, f"{parent}."), bisect_left(names, f"{parent}/")  # the character after the dot
@@ -337,61 +328,3 @@ def refuse_empty(url: str, empty: list[str], index: Source) -> None:
             "leave it out of the load.",
             details={"missing": [name]},
         )
-
-
-def _are_parts_of_a_list(keys: list[str], present: list[object]) -> bool:
-    """Return whether keys are those of a list with dicts or lists in it, as DCP splits no other: `0.lr`,
-    `0.betas`, `1.lr`. No number is left out but those of present items that have no parts."""
-    numbers, depth = {key.partition(".")[0] for key in keys}, max((key.count(".") for key in keys), default=0)
-    if not all(map(str.isdecimal, numbers)) or not 1 <= depth <= _DEEPEST:
-        return False
-    there = {int(number) for number in numbers}
-    there |= {index for index, item in enumerate(present) if _has_no_parts(item)}
-    return all(index in there for index in range(max(map(int, numbers))))
-
-
-_DEEPEST = 64
-"""Containers in one another that are built from names."""
-
-
-def _has_no_parts(value: object) -> bool:
-    """Return whether torch DCP stores nothing of a value: empty dicts, and containers of nothing else."""
-    if isinstance(value, Mapping):
-        return all(map(_has_no_parts, value.values()))
-    return isinstance(value, list) and bool(value) and all(map(_has_no_parts, value))
-
-
-def _joined(parts: Mapping[str, object], present: object) -> object:
-    """Build the value that torch DCP saved in parts, by their paths below it: `0.lr`, `0.betas`, `1.lr`.
-
-    present: the value in whose place it comes. Its keys tell a number from a text, and a dot in a key from
-    the next one; and what has no parts in it stays.
-    """
-    if "" in parts:
-        return parts[""]
-    known = {str(key): (key, value) for key, value in present.items()} if isinstance(present, Mapping) else {}
-    below: dict[str, dict[str, object]] = {}
-    for path, value in parts.items():
-        # The longest: all are beginnings of one path.
-        key = max((above for above in _above(path, 0) if above in known), default=path.partition(".")[0])
-        below.setdefault(key, {})[path[len(key) + 1 :]] = value
-    numbers = {int(key): key for key in below if key.isdecimal()}
-    is_numbered = len(numbers) == len(below)
-    here = present if isinstance(present, list) else []
-    if is_numbered and (
-        here or (not isinstance(present, Mapping) and sorted(numbers) == [*range(len(below))])
-    ):
-        items = {index: item for index, item in enumerate(here) if _has_no_parts(item)}
-        for index, key in numbers.items():
-            items[index] = _joined(below[key], here[index] if index < len(here) else None)
-        return [items[index] for index in sorted(items)]
-    made: MutableMapping[object, object] = {}
-    if isinstance(present, MutableMapping):
-        made = copy(present)  # of its class: a Counter
-        made.clear()
-    made.update({key: value for key, value in known.values() if _has_no_parts(value)})
-    is_numbered &= all(type(key) is int for key, _ in known.values())
-    for text, inner in below.items():
-        new, value = known.get(text, (int(text) if is_numbered else text, None))
-        made[new] = _joined(inner, value)
-    return made

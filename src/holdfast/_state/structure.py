@@ -7,7 +7,7 @@ with a description of its containers, if it has any.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
@@ -136,33 +136,6 @@ def _plain(context: object) -> object:
     if isinstance(context, tuple):
         return tuple(_plain(part) for part in context)
     return [_plain(part) for part in context] if isinstance(context, list) else context
-
-
-def guess(keys: Iterable[str]) -> Description:
-    """Return a description made from names alone, for a checkpoint that has none (torch DCP's). Keys that are
-    numbers from 0 on without a gap make a list."""
-    root: dict[str, Description] = {}
-    for key in keys:
-        *path, last = key.split(".")
-        node: Description = root
-        for part in path:
-            node = node.setdefault(part, {}) if isinstance(node, dict) else None
-        if isinstance(node, dict) and last not in node:
-            node[last] = LEAF
-        else:  # a prefix of this key is itself a value
-            root[key] = LEAF
-    return ["dict", [[key, _guessed(node)] for key, node in root.items()]]
-
-
-def _guessed(node: Description) -> Description:
-    if node == LEAF:
-        return LEAF
-    if not all(key.isdecimal() for key in node):
-        return ["dict", [[key, _guessed(part)] for key, part in node.items()]]
-    numbered = {int(key): _guessed(part) for key, part in node.items()}
-    if sorted(numbered) == list(range(len(node))):
-        return ["list", [numbered[index] for index in range(len(node))]]
-    return ["dict", [[key, part] for key, part in numbered.items()]]
 
 
 def nest(values: Mapping[str, object]) -> dict[str, Any]:

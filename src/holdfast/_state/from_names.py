@@ -1,0 +1,81 @@
+"""Build nested values from the names of their parts alone, as torch DCP leaves them.
+
+DCP saves each value of a list with dicts or lists in it by itself: `param_groups` as `param_groups.0.lr` and
+so on. The value that is there already tells what names don't: a number from a text, a dot in a key from the
+next key. Where none is there, keys that are numbers from 0 on without a gap make a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from copy import copy
+
+_DEEPEST = 64
+"""Containers in one another that a list may be of."""
+
+
+def are_of_a_list(paths: list[str], present: list[object]) -> bool:
+    """Return whether paths are those of a list with dicts or lists in it, as DCP splits no other: `0.lr`,
+    `0.betas`, `1.lr`. No number is left out but those of present items that have no parts."""
+    numbers = {path.partition(".")[0] for path in paths}
+    depth = max((path.count(".") for path in paths), default=0)
+    if not all(map(str.isdecimal, numbers)) or not 1 <= depth <= _DEEPEST:
+        return False
+    there = {int(number) for number in numbers}
+    there |= {index for index, item in enumerate(present) if _has_no_parts(item)}
+    return all(index in there for index in range(max(map(int, numbers))))
+
+
+def joined(parts: Mapping[str, object], present: object) -> object:
+    """Build the value with these parts, by their paths below it.
+
+    present: the value in whose place it comes, or None. What has no parts in it stays.
+    """
+    known = {str(key): (key, value) for key, value in present.items()} if isinstance(present, Mapping) else {}
+    below: dict[str, dict[str, object]] = {}
+    for path, part in parts.items():
+        # The longest: all are beginnings of one path.
+        key = max((key for key in parents_of(path, 0) if key in known), default=path.partition(".")[0])
+        # A path below that of another part is one key.
+        key = path if key in parts and key not in known else key
+        below.setdefault(key, {})[path[len(key) + 1 :]] = part
+    numbers = {int(key): key for key in below if key.isdecimal()}
+    is_numbered = len(numbers) == len(below)
+    here = present if isinstance(present, list) else []
+    if is_numbered and (
+        here or (not isinstance(present, Mapping) and sorted(numbers) == [*range(len(below))])
+    ):
+        items = {index: item for index, item in enumerate(here) if _has_no_parts(item)}
+        for index, key in numbers.items():
+            items[index] = _value(below[key], here[index] if index < len(here) else None)
+        return [items[index] for index in sorted(items)]
+    made: MutableMapping[object, object] = {}
+    if isinstance(present, MutableMapping):
+        made = copy(present)  # of its class: a Counter
+        made.clear()
+    made.update({key: value for key, value in known.values() if _has_no_parts(value)})
+    is_numbered &= all(type(key) is int for key, _ in known.values())
+    for text, inner in below.items():
+        new, value = known.get(text, (int(text) if is_numbered else text, None))
+        made[new] = _value(inner, value)
+    return made
+
+
+def _value(parts: Mapping[str, object], present: object) -> object:
+    return parts[""] if "" in parts else joined(parts, present)
+
+
+def _has_no_parts(value: object) -> bool:
+    """Return whether torch DCP stores nothing of a value: empty dicts, and containers of nothing else."""
+    if isinstance(value, Mapping):
+        return all(map(_has_no_parts, value.values()))
+    return isinstance(value, list) and bool(value) and all(map(_has_no_parts, value))
+
+
+def parents_of(name: str, start: int) -> Iterator[str]:
+    """Yield the parents of a name that end at position `start` or later, and the name itself."""
+    end = name.find(".", start)
+    while end >= 0:
+        yield name[:end]
+        end = name.find(".", end + 1)
+    yield name
