@@ -14,7 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
-from holdfast._integrations.torch_dist import import_torch_dist
+from holdfast._integrations import torch_dist
+from holdfast._integrations.torch_dist import export_torch_dist, import_torch_dist
 from holdfast._io import open_files
 from holdfast._store.local import LocalStore
 from holdfast.errors import CorruptCheckpoint, LoadFailed, MissingTensors, NotCommitted
@@ -185,6 +186,29 @@ def test_a_list_with_a_number_left_out_is_told(tmp_path: Path) -> None:
     dcp.save({"list": {"0": {"a": 1}, "2": {"a": 2}}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(MissingTensors, match="'list'"):
         holdfast.load({"list": [{"a": 0}, {"a": 0}, {"a": 0}]}, tmp_path / "dcp")
+
+
+@pytest.mark.parametrize("at_once", [1, 200, 1 << 20])
+def test_an_export_reads_in_batches(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_dist, "_AT_ONCE", at_once)
+    sizes, read = list[int](), torch_dist.read_boxes
+
+    def counted(store: Any, source: Any, batch: Any) -> Any:
+        contents = read(store, source, batch)
+        sizes.append(sum(content.nbytes for content in contents[0]))
+        return contents
+
+    monkeypatch.setattr(torch_dist, "read_boxes", counted)
+    given = {str(number): torch.arange(float(number)) for number in range(30)} | {
+        "objects": {"a": 1, "b": "x"}
+    }
+    holdfast.save(given, tmp_path / "it", job=holdfast.Job(no_dist=True))
+    export_torch_dist(tmp_path / "it", tmp_path / "out")
+    assert all(size <= max(at_once, 4 * 29) for size in sizes)
+    assert len(sizes) == 1 or at_once < 1 << 20
+    found = {str(number): torch.zeros(number) for number in range(30)} | {"objects": {"a": 0, "b": ""}}
+    dcp.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert same(found, given)
 
 
 def sequential(steps: int) -> torch.optim.lr_scheduler.SequentialLR:

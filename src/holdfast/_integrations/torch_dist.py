@@ -1,7 +1,7 @@
 """Conversion of torch DCP's and megatron-core's checkpoints (`torch_dist`) to Holdfast's format and back.
 
-Neither direction holds more than one chunk in memory. An import copies the stored bytes, checks the CRC-32 of
-each archive, and executes nothing. Stock torch DCP and stock megatron-core load an export.
+Neither direction holds more than a few chunks in memory. An import copies the stored bytes, checks the CRC-32
+of each archive, and executes nothing. Stock torch DCP and stock megatron-core load an export.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import zlib
 from collections.abc import Iterator
 from contextlib import closing
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from holdfast._format import objects
 from holdfast._format.archive import Archive, BadArchive
-from holdfast._format.columns import unpad
+from holdfast._format.columns import Columns, unpad
 from holdfast._format.index import Index
 from holdfast._format.limits import bounded_memory
 from holdfast._format.names import (
@@ -46,11 +45,11 @@ from holdfast._integrations.importing import FileMemory, leaf, run_import
 from holdfast._integrations.reporting import Meter, quiet
 from holdfast._io.index_file import open_index
 from holdfast._io.open_checkpoint import TorchDist, open_source
-from holdfast._io.raw_read import read_all, read_box
 from holdfast._io.small_files import read_file
 from holdfast._io.stored_object import read_object
 from holdfast._layout.box import Box
 from holdfast._layout.tensor import OBJECT, TensorSpec, dtype_code
+from holdfast._loading.boxes import Wanted, read_boxes
 from holdfast._options import Options
 from holdfast._protocol.call import begin_call
 from holdfast._protocol.job import Job
@@ -66,6 +65,8 @@ from holdfast.errors import BadInput, CorruptCheckpoint
 
 PER_FILE = 4 << 30
 """Bytes in a data file after which an export begins the next one."""
+_AT_ONCE = 64 << 20
+"""Bytes that an export reads at once; a chunk that is larger is read alone."""
 _EXPORT = "holdfast-export-"
 """Begins the `save_id` in the `.metadata` of an export."""
 
@@ -231,34 +232,49 @@ def _finished(out: Store, label: str) -> str | None:
 
 def _export(store: Store, index: Index, writer: _Writer, progress: ReportProgress) -> tuple[Described, Paths]:
     """Write the data; return the descriptions for `.metadata`, and the paths."""
-    described: Described = {}
-    planned: Paths = {}
-    meter = Meter(progress, int(index.select().chunk_bytes().sum()))
-    for row, name in enumerate(index.names()):
-        one = index.select(np.asarray([row]))
-        if int(one.kind[0]) == OBJECT:
-            if name != COMMON:
+    columns = index.select()
+    tensors = {
+        spec.name: dcp.TensorStorageMetadata(
+            dcp.TensorProperties(dtype=torch_dtype(spec.dtype)), torch.Size(spec.shape), []
+        )
+        for spec in columns.specs()
+        if spec.kind != OBJECT
+    }
+    planned: Paths = {name: (name,) for name in tensors}
+    described: Described = {**tensors}
+    meter = Meter(progress, int(columns.chunk_bytes().sum()))
+    for batch in _batches(columns):
+        contents, _ = read_boxes(store, index, batch)
+        for (spec, box, _), content in zip(batch, contents, strict=True):
+            if spec.kind != OBJECT:
+                writer.add(dcp.MetadataIndex(spec.name, box.offset), _archive(content))
+                size = torch.Size(box.offset), torch.Size(box.shape)
+                tensors[spec.name].chunks.append(dcp.ChunkStorageMetadata(*size))
+            elif spec.name != COMMON:
                 with allowing(_safe_types()):
-                    value = objects.decode(read_all(store, one, index.where), name)
-                    parts, paths = _parts(name, value)
-                    for part, content in parts.items():
-                        writer.add(dcp.MetadataIndex(part), _archive(content))
+                    parts, paths = _parts(spec.name, objects.decode(content.numpy().tobytes(), spec.name))
+                    for part, value in parts.items():
+                        writer.add(dcp.MetadataIndex(part), _archive(value))
                         described[part] = dcp.BytesStorageMetadata()
                 planned |= paths
-            continue
-        dtype, ndim, chunks = torch_dtype(int(one.dtype[0])), int(one.ndim[0]), []
-        # One at a time, so that no more than one chunk is in memory.
-        for offset, size in zip(one.offset, one.size, strict=True):
-            box = Box(unpad(offset, ndim), unpad(size, ndim))
-            content = read_box(store, one, box, index.where)
-            tensor = torch.from_numpy(content).view(dtype).view(box.shape)
-            writer.add(dcp.MetadataIndex(name, box.offset), _archive(tensor))
-            chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
             meter.moved(content.nbytes)
-        shape = torch.Size(one.shape_of(0))
-        described[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), shape, chunks)
-        planned[name] = (name,)
     return described, planned
+
+
+def _batches(columns: Columns) -> Iterator[list[Wanted]]:
+    """Yield all chunks, as many at once as memory is meant for: each read has a cost of its own."""
+    batch, size = list[Wanted](), 0
+    sizes = columns.chunk_bytes().tolist()
+    for row, spec in enumerate(columns.specs()):
+        chunks, ndim = columns.chunks_of(row), len(spec.shape)
+        for chunk in range(chunks.start, chunks.stop):
+            if batch and size + sizes[chunk] > _AT_ONCE:
+                yield batch
+                batch, size = [], 0
+            box = Box(unpad(columns.offset[chunk], ndim), unpad(columns.size[chunk], ndim))
+            batch.append(Wanted(spec, box, spec.dtype))
+            size += sizes[chunk]
+    yield batch
 
 
 def _parts(name: str, value: object) -> tuple[dict[str, object], Paths]:
