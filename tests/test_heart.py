@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -54,6 +55,19 @@ def own() -> Iterator[Heart]:
 
 def hearts() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+def test_a_duty_that_has_ended_is_not_held_until_the_next_one_is_done(own: Heart) -> None:
+    """What it holds, such as a session's groups with their threads and sockets, would stay for as long."""
+    seldom, often = Counts(600.0), [Counts(0.02)]
+    assert own.begin(seldom)
+    assert own.begin(often[0])
+    wait_until(lambda: len(often[0].at) >= 2)
+    own.end(often[0])
+    wait_until(lambda: often[0].closed)
+    left = weakref.ref(often.pop())
+    wait_until(lambda: left() is None, 5.0)
+    assert not seldom.at
 
 
 def test_duties_are_done_at_their_intervals_on_one_thread(own: Heart) -> None:

@@ -143,13 +143,17 @@ class Heart:
 
     def _run(self) -> None:
         while (pause := self._pause()) is not None:
-            while self._ended:
-                _do(self._ended.pop().close)
-            assert self._selector is not None
-            for key, _ in self._selector.select(pause):
-                _do(key.data)
-            for duty in self._due():
-                _do(duty.beat)
+            self._turn(pause)
+
+    def _turn(self, pause: float) -> None:
+        """Apart from `_run`, whose frame would hold the last duty, and what this holds, until the next."""
+        while self._ended:
+            _do(self._ended.pop().close)
+        assert self._selector is not None
+        for key, _ in self._selector.select(pause):
+            _do(key.data)
+        for duty in self._due():
+            _do(duty.beat)
 
     def _pause(self) -> float | None:
         """Return the seconds to the next duty; None, and end, if there is none."""
