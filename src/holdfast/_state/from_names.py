@@ -42,9 +42,8 @@ def joined(parts: Mapping[str, object], present: object) -> object:
     numbers = {int(key): key for key in below if key.isdecimal()}
     is_numbered = len(numbers) == len(below)
     here = present if isinstance(present, list) else []
-    if is_numbered and (
-        here or (not isinstance(present, Mapping) and sorted(numbers) == [*range(len(below))])
-    ):
+    in_order = sorted(numbers) == [*range(len(below))]
+    if is_numbered and (here or (in_order and not isinstance(present, Mapping))):
         items = {index: item for index, item in enumerate(here) if _has_no_parts(item)}
         for index, key in numbers.items():
             items[index] = _value(below[key], here[index] if index < len(here) else None)
