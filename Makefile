@@ -1,49 +1,43 @@
 # Every target makes .venv by itself; nothing else needs to be installed first.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 # Processes of pytest: ranks mostly wait, for each other or for a timeout.
 WORKERS ?= 3
+# Which of the supported versions of megatron-core: `oldest` or `newest`, as in pyproject.toml.
+MEGATRON ?= oldest
 BIN := $(VENV)/bin
-VENVS := $(VENV)-torch-2.6.0 $(VENV)-torch-2.15.0
-# Megatron-Bridge 0.6 runs on Python 3.12 alone.
-PYTHON312 ?= $(shell for python in python3.12 $(PYTHON) "$$HOME"/.pyenv/versions/3.12.*/bin/python; do \
-	"$$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$python" && break; done)
-NEWEST := $(VENV)-megatron-0.19.2
-# The pip of Python 3.11 knows no dependency groups (docs/decisions/0032).
-NEW_PIP := pip install -q --disable-pip-version-check 'pip>=25.1'
-PORTABLE := tests/promises tests/roster tests/store tests/protocol tests/saving tests/background \
-	tests/test_public.py tests/state/test_optimizers.py tests/integrations/test_dcp_marker.py tests/integrations/test_dcp_arguments.py \
-	tests/state/test_nothing.py \
-	tests/state/test_meta.py tests/state/test_tensors.py tests/state/test_flatten.py \
-	tests/system/test_ranks.py tests/system/test_content.py
+PIP := $(BIN)/pip install -q --disable-pip-version-check
 QUICK := tests/layout tests/format tests/plan tests/store tests/state tests/saving tests/views tests/maintenance tests/testing \
 	tests/protocol/test_protocol.py tests/protocol/test_liveness.py tests/test_public.py
-FRAMEWORKS := tests/integrations tests/groups tests/promises tests/state
 BENCHES := planning growth per_tensor small_save save_load megatron async_save unchanged defaults groups fsdp huggingface standing watch
 
 .PHONY: demo drill strangers check test lint docs dist bench soak matrix clean
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/$(NEW_PIP)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[megatron]' megatron-core==0.16.1 \
-		--group demo --group test --group lint --group frameworks
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.3.1 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0  # functions of theirs are called by tests; their dependencies are not needed
+	$(PIP) 'pip>=25.1'  # the pip of Python 3.11 knows no dependency groups (docs/decisions/0032)
+	$(PIP) -c constraints.txt -e . --group demo
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.demo
+	$(PIP) -c constraints.txt -e '.[megatron]' --group megatron-$(MEGATRON) --group demo --group test --group lint --group frameworks
+	$(PIP) --no-deps --group functions --group bridge-$(MEGATRON)
+	$(BIN)/python -m tests.support.third_parties
 	touch $@
 
 $(VENV)/.strangers: $(VENV)/.ready
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --group strangers
+	$(PIP) -c constraints.txt --group strangers
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.ready
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --group bench
+	$(PIP) -c constraints.txt --group bench
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.ready
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --group docs
+	$(PIP) -c constraints.txt --group docs
 	touch $@
 
-demo: $(VENV)/.ready  ## eight ranks train an MoE, one is killed in a save, the run resumes on other layouts
+demo: $(VENV)/.demo  ## eight ranks train an MoE, one is killed in a save, the run resumes on other layouts
 	$(BIN)/python -m examples.demo
 
 drill: $(VENV)/.ready  ## the reports replayed, stock and with install() alone: docs/drill.md
@@ -71,7 +65,7 @@ docs: $(VENV)/.docs  ## the pages as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
 dist: $(VENV)/.ready  ## a wheel and an sdist, in dist/
-	$(BIN)/pip install -q --disable-pip-version-check --group dist
+	$(PIP) --group dist
 	$(BIN)/python -m build -q
 
 bench: $(VENV)/.bench  ## the figures in docs/benchmarks.md, peers measured in the same run
@@ -82,24 +76,8 @@ bench: $(VENV)/.bench  ## the figures in docs/benchmarks.md, peers measured in t
 soak: $(VENV)/.ready  ## long runs: more simulated schedules, more faults
 	$(BIN)/python -m pytest -m soak
 
-matrix: $(VENVS:%=%/.ready) $(NEWEST)/.ready  ## the oldest and the newest torch, and the newest Megatron, that are supported
-	set -e; for venv in $(VENVS); do $$venv/bin/python -m pytest -m "not soak and not gpu" $(PORTABLE); done
-	$(NEWEST)/bin/python -m pytest -m "not soak and not gpu" $(FRAMEWORKS)
-
-$(VENV)-torch-%/.ready: pyproject.toml
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/$(NEW_PIP)
-	$(@D)/bin/pip install -q --disable-pip-version-check torch==$* -e . --group test
-	touch $@
-
-$(NEWEST)/.ready: pyproject.toml constraints.txt
-	@test -n "$(PYTHON312)" || { echo "No Python 3.12 found, which Megatron-Bridge 0.6 needs. Install it, or name it: make matrix PYTHON312=/path/to/python3.12" >&2; exit 1; }
-	$(PYTHON312) -m venv $(@D)
-	$(@D)/bin/$(NEW_PIP)
-	$(@D)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[megatron]' megatron-core==0.19.2 \
-		--group test --group frameworks
-	$(@D)/bin/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.6.2 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0
-	touch $@
+matrix:  ## every supported Python, the oldest and the newest torch and megatron-core: docs/tested.md
+	$(PYTHON) tools/matrix.py --page docs/tested.md
 
 clean:
-	rm -rf $(VENV) $(VENVS) $(NEWEST) demo-out site dist
+	rm -rf .venv .venv-* demo-out site dist

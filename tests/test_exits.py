@@ -166,7 +166,6 @@ threading.Thread(target=late).start()
 """
 
 
-@pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="Python 3.12 starts no thread so late")
 def test_the_first_use_may_come_after_the_main_thread_has_ended(forks: Forks, tmp_path: Path) -> None:
     ended = script(forks, tmp_path, LATE)
     assert steps(tmp_path) == [1], ended.said

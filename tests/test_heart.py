@@ -60,8 +60,8 @@ def hearts() -> list[threading.Thread]:
 def test_a_duty_that_has_ended_is_not_held_until_the_next_one_is_done(own: Heart) -> None:
     """What it holds, such as a session's groups with their threads and sockets, would stay for as long."""
     seldom, often = Counts(600.0), [Counts(0.02)]
-    assert own.begin(seldom)
-    assert own.begin(often[0])
+    own.begin(seldom)
+    own.begin(often[0])
     wait_until(lambda: len(often[0].at) >= 2)
     own.end(often[0])
     wait_until(lambda: often[0].closed)
@@ -73,8 +73,8 @@ def test_a_duty_that_has_ended_is_not_held_until_the_next_one_is_done(own: Heart
 def test_duties_are_done_at_their_intervals_on_one_thread(own: Heart) -> None:
     often, seldom = Counts(0.02), Counts(0.2)
     before = len(hearts())
-    assert own.begin(often)
-    assert own.begin(seldom, delay=0.0)
+    own.begin(often)
+    own.begin(seldom, delay=0.0)
     wait_until(lambda: len(seldom.at) >= 4)
     assert len(hearts()) == before + 1
     assert often.threads == seldom.threads == {NAME}
@@ -183,7 +183,7 @@ def test_where_no_thread_can_be_started_it_says_so_and_keeps_nothing(own: Heart)
         own.begin(Counts())
     assert not own._duties
     duty = Counts()
-    assert own.begin(duty)
+    own.begin(duty)
     wait_until(lambda: duty.at)
 
 

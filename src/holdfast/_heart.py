@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from holdfast._threads import TooLate, start_thread
+from holdfast._threads import start_thread
 
 log = logging.getLogger("holdfast")
 
@@ -67,17 +67,14 @@ class Heart:
         self._selector: selectors.BaseSelector | None = None
         self._bell: tuple[socket.socket, socket.socket] | None = None
 
-    def begin(self, duty: Duty, delay: float | None = None) -> bool:
-        """Do this duty from now on, first after `delay` (default: its interval). Return False if the
-        interpreter is about to end, and starts no thread for it. Raises HoldfastError if there can be no
-        more threads."""
+    def begin(self, duty: Duty, delay: float | None = None) -> None:
+        """Do this duty from now on, first after `delay` (default: its interval). Raises HoldfastError if
+        there can be no more threads."""
         with self._lock:
             self._duties[duty] = time.monotonic() + (duty.interval if delay is None else delay), 0.0
             if self._thread is None:
                 self._start()
-            runs = self._thread is not None
         self._wake()
-        return runs
 
     def end(self, duty: Duty) -> None:
         """Stop doing this duty. Without any left, the thread ends before this returns, if it can."""
@@ -122,9 +119,7 @@ class Heart:
         self._selector = selectors.DefaultSelector()
         self._selector.register(ours, selectors.EVENT_READ, self._answer_bell)
         try:
-            self._thread = start_thread(self._run, NAME, stays=True)
-        except TooLate:  # what is left to be done needs no duty
-            self._close()
+            self._thread = start_thread(self._run, NAME)
         except BaseException:
             self._duties.clear()
             self._close()

@@ -3,8 +3,10 @@ allows no more of them."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from typing import Any, cast
 
 from holdfast.errors import DeadlineExceeded, HoldfastError
 
@@ -13,35 +15,18 @@ class NotStarted(HoldfastError):
     """The system starts no more threads in this process."""
 
 
-class TooLate(HoldfastError):
-    """The main thread has ended, and this interpreter starts no thread any more."""
+_MAY_REFUSE = sys.version_info[:2] == (3, 12)
+_entries: list[object] = []
+"""C functions of threads, which must live as long as their threads run."""
 
 
-class _Ran(threading.Thread):
-    """Stands for a thread whose work is done already."""
-
-    def join(self, timeout: float | None = None) -> None:
-        pass
-
-
-def start_thread(
-    work: Callable[[], object], name: str, rank: int | None = None, stays: bool = False
-) -> threading.Thread:
+def start_thread(work: Callable[[], object], name: str, rank: int | None = None) -> threading.Thread:
     """Start a daemon thread. Raises NotStarted if no more can be started: the limit of processes is
-    reached, or memory is short.
-
-    Once the main thread has ended, some interpreters start none: then the work is done before this returns
-    or, if it `stays`, TooLate is raised.
-    """
+    reached, or memory is short."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
-        thread.start()
+        begin(thread)
     except RuntimeError as error:
-        if "interpreter shutdown" in str(error):  # Python 3.12 refuses so, while `atexit` handlers run
-            if stays:
-                raise TooLate(f"The thread {name!r} could not be started any more.") from error
-            work()
-            return _Ran(name=name)
         raise NotStarted(
             f"The thread {name!r} could not be started in this process, which has "
             f"{threading.active_count()}: {error}.",
@@ -50,6 +35,36 @@ def start_thread(
             "fewer of them.",
         ) from error
     return thread
+
+
+def begin(thread: threading.Thread) -> None:
+    """Start a daemon thread, also once the main thread has ended. Raises RuntimeError as `Thread.start` does.
+
+    Python 3.12.0 and 3.12.1 refuse that although the interpreter still runs `atexit` handlers and waits for
+    threads, as all other versions know: a save on the last line of a program needs threads then.
+    """
+    try:
+        thread.start()
+    except RuntimeError:
+        if not _MAY_REFUSE or threading.main_thread().is_alive() or sys.is_finalizing():
+            raise
+        _begin_late(thread)
+
+
+def _begin_late(thread: threading.Thread) -> None:
+    """Do what `Thread.start` of Python 3.12 does, without its check."""
+    import ctypes
+
+    python: Any = threading  # its private names: those of two versions, which change no more
+    entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: cast("Any", thread)._bootstrap())
+    _entries.append(entry)
+    start = ctypes.pythonapi.PyThread_start_new_thread
+    start.argtypes, start.restype = [type(entry), ctypes.c_void_p], ctypes.c_ulong
+    python._limbo[thread] = thread
+    if start(entry, None) == ctypes.c_ulong(-1).value:
+        del python._limbo[thread]
+        raise RuntimeError("can't start new thread")
+    cast("Any", thread)._started.wait()
 
 
 def within(seconds: float, doing: str, action: Callable[[], None]) -> None:

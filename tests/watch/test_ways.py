@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -61,6 +62,27 @@ def in_an_inner_loop() -> None:
         mark()
 
 
+def before_handlers() -> None:
+    """Whose code stands behind the function's, and jumps back: no loop, as one may think since Python 3.12."""
+    with suppress(ValueError):
+        mark()
+    try:
+        mark()
+    except ValueError:
+        HERE.clear()
+
+
+def in_a_handler_in_a_loop() -> None:
+    for text in ("a",):
+        try:
+            int(text)
+        except ValueError:
+            mark()
+            continue
+        mark()
+    mark()
+
+
 def counting() -> None:
     total = 0
     for step, _ in enumerate("abc"):
@@ -91,6 +113,8 @@ def both_arms() -> None:
         (behind_a_while, "before", "outside"),
         (in_one_loop, "before", "behind"),
         (in_an_inner_loop, "before", "behind"),
+        (before_handlers, "before", "past"),
+        (in_a_handler_in_a_loop, "before", "outside"),
     ],
 )
 def test_a_line_is_ahead_or_it_is_not(program: Callable[[], None], first: str, second: str) -> None:

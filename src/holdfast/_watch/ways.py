@@ -25,32 +25,54 @@ def way_of(code: CodeType, at: int, variables: Mapping[str, object]) -> Way:
     instructions = list(dis.get_instructions(code))
     # In a call, `f_lasti` may be in the cache entries behind the instruction.
     at = max((one.offset for one in instructions if one.offset <= at), default=0)
+    following = {one.offset: after.offset for one, after in pairwise(instructions) if one.opname not in _ENDS}
     jumps = {one.offset: int(one.argval) for one in instructions if one.opcode in _JUMPS}
-    ahead, reached = set(), {at}
+    rounds = _rounds(jumps, following)
+    reached, open_ends = set[int](), [at]
+    while open_ends:
+        here = open_ends.pop()
+        if here in reached:
+            continue
+        reached.add(here)
+        if here in rounds:
+            # A loop is left at its top, after a jump back: what is behind it is ahead.
+            open_ends += [to for start, to in jumps.items() if jumps[here] <= start <= here < to]
+        elif here in jumps:
+            open_ends.append(jumps[here])
+        if here in following:
+            open_ends.append(following[here])
+    # The call itself is not ahead: what follows it is, also on its own line.
+    ahead = {lines[offset] for offset in reached - {at} if offset in lines}
     loops: dict[int, int] = {}
-    following = {one.offset: after.offset for one, after in pairwise(instructions)}
-    for one in instructions:
-        target = jumps.get(one.offset, one.offset)
-        if target < one.offset:
-            loops[target] = max(one.offset, loops.get(target, 0))
-            if one.offset in reached:
-                # A loop is left at its top, after a jump back: what is behind it is ahead.
-                reached |= {to for start, to in jumps.items() if target <= start <= one.offset < to}
-        if one.offset in reached:
-            # The call itself is not ahead: what follows it is, also on its own line.
-            if one.offset != at and one.offset in lines:
-                ahead.add(lines[one.offset])
-            if target > one.offset:
-                reached.add(target)
-            if one.opname not in _ENDS and one.offset in following:
-                reached.add(following[one.offset])
-    inside = sorted((end - first, first, end) for first, end in loops.items() if first <= at <= end)
+    for end in rounds:
+        loops[jumps[end]] = max(end, loops.get(jumps[end], 0))
+    # The handler of an exception stands behind the code of its loop, and jumps back into it.
+    places = {at} | {jumps[here] for here in reached - rounds if jumps.get(here, here) < here}
+    inside = sorted(
+        (end - first, first, end) for first, end in loops.items() if any(first <= at <= end for at in places)
+    )
     counters = _counters(instructions)
     return Way(
         _ranges(ahead, sorted(set(lines.values()))),
         tuple(_span(lines, first, end) for _, first, end in inside),
         tuple((name, value) for name in sorted(counters) if type(value := variables.get(name)) is int),
     )
+
+
+def _rounds(jumps: Mapping[int, int], following: Mapping[int, int]) -> set[int]:
+    """Return the jumps back that begin the next round of a loop: those that their target leads to. Since
+    Python 3.12 the handler of an exception jumps back, too, to what follows its `try` or `with`."""
+    found = set()
+    for start, target in jumps.items():
+        reached, open_ends = set[int](), [target] if target < start else []
+        while open_ends:
+            here = open_ends.pop()
+            if here not in reached:
+                reached.add(here)
+                open_ends += [to for to in (jumps.get(here), following.get(here)) if to is not None]
+        if start in reached:
+            found.add(start)
+    return found
 
 
 def _counters(instructions: list[dis.Instruction]) -> set[str]:

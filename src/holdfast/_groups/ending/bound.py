@@ -26,6 +26,7 @@ from holdfast._heart import heart
 from holdfast._roster.process import activity, children_of
 from holdfast._stacks import calls_of_frame, frame_of
 from holdfast._under_way import wait_for_works
+from holdfast.errors import HoldfastError
 
 EXIT_LATE = 87
 """Exit code of a process that was still there when the bound was over."""
@@ -64,7 +65,9 @@ class _Bound:
         self._looked = time.monotonic()
         self._cpu, self._moved = activity()
         self._note_activity()
-        if not heart.begin(self):
+        try:
+            heart.begin(self)
+        except HoldfastError:
             # Nothing can look any more whether the process does something, so it is not ended.
             disarm()
 
