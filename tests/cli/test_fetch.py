@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast import huggingface
 from holdfast._integrations.huggingface import slice_writer
+from holdfast._maintenance.prune import prune
 from holdfast._maintenance.reindex import reindex
 from holdfast.errors import (
     BadInput,
@@ -343,6 +344,7 @@ KILLED = """
 import os, signal, sys
 from holdfast import huggingface
 from holdfast._integrations.huggingface import slice_writer
+from holdfast._maintenance.prune import prune
 from holdfast._maintenance.reindex import reindex
 from holdfast._store.local import LocalWriter
 
@@ -432,3 +434,22 @@ def test_a_rank_gets_its_own_values_and_all_objects(kept: Path, tmp_path: Path) 
     assert state["lr"] == 0.25
     assert state["args"] == {"b": 2, "a": [1, "x[bold]y"]}
     assert state["scalar"] == 3
+
+
+def test_a_file_of_somebody_else_is_not_replaced(published: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text('{"mine": 1}')
+    with pytest.raises(BadInput, match=r"holds another config\.json"):
+        huggingface.fetch(published, "0", ONE, out)
+    assert (out / "config.json").read_text() == '{"mine": 1}'
+
+
+def test_prune_takes_no_copy_for_a_save_that_failed(kept: Path, tmp_path: Path) -> None:
+    """A step that was fetched into a folder named like a step: no index there names its files."""
+    out = tmp_path / "run" / "step-00000001"
+    huggingface.fetch(kept, "0", ONE, out)
+    assert prune(out.parent, older_than=0.0).removed == ()
+    state = {"wide": torch.zeros(512, 1024)}
+    holdfast.load(state, out, job=holdfast.Job(no_dist=True))
+    assert state["wide"][3, 4] == 3 * 1024 + 4

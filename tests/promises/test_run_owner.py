@@ -17,6 +17,7 @@ import torch
 
 import holdfast
 from holdfast._format.names import OWNER
+from holdfast._roster.process import stat as stat_of
 from holdfast._roster.process import this_process
 from holdfast._run import owner
 from holdfast._run.owner import Owner
@@ -223,3 +224,42 @@ def test_a_folder_is_taken_back_once_who_took_it_has_ended(tmp_path: Path) -> No
             here(tmp_path, pid=ended.pid, started="0")
         checkpoints.save(2, {"w": torch.ones(1)})
         assert json.loads((tmp_path / OWNER).read_text())["pid"] == os.getpid()
+
+
+IMAGES = """
+import os, sys, torch, holdfast
+run, image = sys.argv[1], int(sys.argv[2])
+checkpoints = holdfast.Checkpoints(run, asynchronous=image % 2 == 0, keep=2)
+saved = checkpoints.save(image, {"w": torch.ones(3)})
+saved.committed(60)
+print(os.getpid(), checkpoints.steps(), flush=True)
+if image < 3:
+    os.execv(sys.executable, [sys.executable, "-c", sys.argv[3], run, str(image + 1), sys.argv[3]])
+"""
+
+
+def test_a_program_that_replaces_itself_goes_on_in_its_folder(tmp_path: Path) -> None:
+    """`exec` keeps the pid and the start time, and runs no exit handler: nothing gave the folder back."""
+    command = [sys.executable, "-c", IMAGES, str(tmp_path), "1", IMAGES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    pids, steps = zip(*(line.split(" ", 1) for line in done.stdout.splitlines()), strict=True)
+    assert len(set(pids)) == 1
+    assert steps == ("[1]", "[1, 2]", "[2, 3]")
+
+
+def test_who_counts_as_alive(tmp_path: Path) -> None:
+    """Of the same pid: this program, no program before it, and nobody before this process; and the parent."""
+    me = this_process(0)
+    here = elsewhere(tmp_path, pid=me.pid, machine=me.machine, started=me.started)
+    parent = stat_of(os.getppid())
+    assert parent is not None
+    cases: list[tuple[dict[str, Any], bool | None]] = [
+        ({}, False),
+        ({"process": owner._PROCESS}, True),
+        ({"started": str(int(me.started) - 1)}, False),
+        ({"machine": "another"}, None),
+        ({"pid": os.getppid(), "started": parent.started}, True),
+    ]
+    for said, alive in cases:
+        assert owner._lives(msgspec.structs.replace(here, **said)) is alive

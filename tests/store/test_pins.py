@@ -17,6 +17,7 @@ import torch
 
 import holdfast
 from holdfast._integrations.torch_dist import export_torch_dist
+from holdfast._io.old_steps import remove_step
 from holdfast._loading import job
 from holdfast._maintenance.prune import prune
 from holdfast._maintenance.verify import Verified, VerifiedRun, verify
@@ -253,4 +254,4 @@ def test_a_run_is_verified_without_steps_that_are_removed_meanwhile(tmp_path: Pa
 
 
 def assert_removed(store: LocalStore, step: str) -> None:
-    assert run_folder.remove_step(store, step)
+    assert remove_step(store, step)

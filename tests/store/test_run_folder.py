@@ -17,12 +17,13 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
+from holdfast._io.old_steps import remove_step
 from holdfast._maintenance.inspect import Run, describe
 from holdfast._maintenance.prune import prune
 from holdfast._maintenance.verify import VerifiedRun, verify
 from holdfast._roster.memory import MemoryRoster
-from holdfast._store import run_folder as retention
 from holdfast._store.local import LocalStore
+from holdfast._store.run_folder import refuse_other_checkpoints
 from holdfast.errors import BadInput, StorageError
 from tests.protocol.test_protocol import ranks
 from tests.support.threads import on_ranks
@@ -115,7 +116,7 @@ def test_a_data_folder_that_is_a_link_keeps_its_files(tmp_path: Path) -> None:
     prune(run, keep=1, older_than=0.0)
     assert tree(precious) == before
     assert (step / "index.safetensors").exists()
-    assert retention.remove_step(checkpoints.store, step.name) is False
+    assert remove_step(checkpoints.store, step.name) is False
     assert checkpoints.steps() == [1, 3]
 
 
@@ -410,7 +411,7 @@ def test_a_folder_of_thousands_is_looked_into_at_few_places(
 def test_a_step_that_is_committed_during_the_look_is_no_stranger(tmp_path: Path) -> None:
     """`restore` finds no step; then the first one is committed; then it looks for other checkpoints."""
     holdfast.save({"w": torch.zeros(1)}, tmp_path / "step-00000000", job=holdfast.Job(no_dist=True))
-    retention.refuse_other_checkpoints(LocalStore(tmp_path))
+    refuse_other_checkpoints(LocalStore(tmp_path))
 
 
 # -- a damaged step ----------------------------------------------------------------------------

@@ -33,8 +33,12 @@ EMBEDDED = "__holdfast__"
 # `\Z`, because `$` would also match before a newline at the end. Each part begins with a letter, a digit, `_`
 # or `-`, and the first with a letter or digit: so no name is hidden, and none contains `..`.
 _DATA_FILE = re.compile(DATA + r"/[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*\.safetensors\Z")
-# What `data_file` returns. Ranks of 100,000 and more have more than five digits.
-_OWN_FILE = re.compile(r"[A-Za-z0-9_-]+-r\d{5,}(-\d+)?\.safetensors\Z")
+# What `data_file` and `linked_file` return for the attempts of saves and imports. Ranks of 100,000 and more
+# have more than five digits. What `fetch` copies has other names: no index names it, and it is not left over.
+_OWN_FILE = re.compile(
+    r"((import-[0-9a-f]{16}-)?[0-9a-f]{12}-r[0-9]{5,}-)*"
+    r"(import-[0-9a-f]{16}-)?[0-9a-f]{12}-r[0-9]{5,}(-[0-9]{3,})?\.safetensors\Z"
+)
 
 _FETCHED = "fetch-"
 
@@ -86,7 +90,7 @@ def is_fetched(name: str, fetch: str = "") -> bool:
 
 
 def is_named_by_save(name: str) -> bool:
-    """Return whether a save gives this file name (without folder). Other files are never swept."""
+    """Return whether a save or an import gives this file name (without folder), and nobody else does."""
     return _OWN_FILE.match(name) is not None
 
 

@@ -116,9 +116,11 @@ def names_of(files: list[WrittenFile]) -> list[str]:
 
 def discard(store: Store, names: list[str]) -> None:
     """Delete this rank's files of a failed save, and their folder if it is then empty. Never raises."""
-    for name in [*names, DATA]:
+    for name in names:
         with suppress(Exception):
             store.delete(name)
+    with suppress(Exception):
+        store.child(DATA).remove()  # not `delete`: somebody's file or link may have that name
 
 
 def _write_file(

@@ -261,6 +261,6 @@ def _step(step: int, store: Store, abouts: dict[int, Json]) -> RunStep:
 
 def _present_bytes(store: Store, names: list[str]) -> int:
     """Return the bytes of the files that exist; a file that is deleted meanwhile counts 0."""
-    files = [name for name in names if not name.endswith("/")]
-    entries = (store.stat(name) for name in [*files, *(f"{DATA}/{name}" for name in store.list(DATA))])
+    files = [*names, *(f"{DATA}/{name}" for name in store.list(DATA))]
+    entries = (store.stat(name) for name in files if not name.endswith("/"))
     return sum(entry.size for entry in entries if entry is not None and entry.kind is Kind.FILE)

@@ -6,28 +6,29 @@ These rules keep it safe:
   save finish at different times, and all its files must stay.
 - A step whose index can't be read is not touched, because its files may be all that is left of it. Nor does
   it count as one of the newest steps.
-- Links are not followed. Only files with names that Holdfast makes are removed, and only folders with the
-  names that it gives to steps.
+- Links are not followed, and stay. Only files with names that Holdfast alone gives, or that an index names,
+  are removed, and only folders with the names that it gives to steps, once nothing else is in them.
 - The folder of another format's checkpoint stays.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from contextlib import suppress
+from collections.abc import Collection
 
 import msgspec
 
-from holdfast._format.names import DATA, INDEX, METADATA, is_named_by_save
+from holdfast._format.names import CONFIG, DATA, INDEX, METADATA
 from holdfast._io.index_file import open_index
-from holdfast._store.base import FOLDERS, Entry, Folder, Store
+from holdfast._io.old_steps import entries, old_files, own_names, remove_step
+from holdfast._store.base import FOLDERS, Entry, Folder, Kind, Store
 from holdfast._store.local import open_store
 from holdfast._store.publishing import HIDDEN
-from holdfast._store.run_folder import all_step_folders, is_linked, is_spelled_as_ours, remove_step
+from holdfast._store.run_folder import all_step_folders, is_linked, is_spelled_as_ours
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
 
 HOUR = 3600.0
+_OTHERS = "it holds files that no save of Holdfast has made"
 
 
 class Removed(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ class _Sweep:
             if not name.startswith(HIDDEN) or name.endswith("/"):
                 continue
             entry = self.store.stat(name)
-            if entry is not None and entry.modified <= self.before:
+            if entry is not None and entry.kind is Kind.FILE and entry.modified <= self.before:
                 self._remove(name, _freed(entry), "it was never put in place")
 
     def step(self, step: int, folder: str) -> None:
@@ -85,12 +86,13 @@ class _Sweep:
         if is_linked(self.store, folder):
             self.skipped.append(Skipped(folder, "it is a link; what it leads to is not this run's to delete"))
             return
+        step_store = self.store.child(folder)
         # Listed before the index is read: otherwise a file that is committed in between would look like a
         # left-over.
-        names = self._ours(folder)
+        names = own_names(step_store)
         try:
-            with open_index(self.store.child(folder)) as index:
-                named = {f"{folder}/{name}" for name in index.file_names()}
+            with open_index(step_store) as index:
+                named = {*index.file_names(), INDEX, METADATA, CONFIG}
                 index.select()  # a step counts as committed only if all of its index can be read
             self.good[folder] = step
             why = "no index names it"
@@ -101,69 +103,59 @@ class _Sweep:
         except HoldfastError as error:
             self.skipped.append(Skipped(folder, f"its index can't be read: {error.message}"))
             return
-        stats = {name: self.store.stat(name) for name in names if name not in named}
-        left = {name: entry for name, entry in stats.items() if entry is not None}
+        left = entries(step_store, (name for name in names if name not in named))
         # All or none: ranks of a running save finish at different times, so its first files may be old.
         if any(_newest_time(entry) > self.before for entry in left.values()):
             self.busy.add(folder)
             self.skipped.append(Skipped(folder, "a file in it is young, so a save may be running"))
             return
         for name, entry in left.items():
-            self._remove(name, _freed(entry), why)
+            self._remove(f"{folder}/{name}", _freed(entry), why)
         if folder not in self.good:
-            self._remove_folder(folder, not left)
-
-    def _ours(self, folder: str) -> list[str]:
-        """List the files of a step folder that Holdfast made, without the index."""
-        names = [
-            f"{folder}/{DATA}/{name}"
-            for name in self.store.list(f"{folder}/{DATA}")
-            if is_named_by_save(name)
-        ]
-        top = [name for name in self.store.list(folder) if name.startswith(HIDDEN)]
-        return names + [f"{folder}/{name}" for name in top if not name.endswith("/")]
+            self._remove_folder(folder, left)
 
     def _remove(self, path: str, size: int, why: str) -> None:
         if not self.dry_run:
             self.store.delete(path)
         self.removed.append(Removed(path, why, size))
 
-    def _remove_folder(self, folder: str, was_empty: bool) -> None:
-        """Remove a step folder that has no index and no other files; a new save creates it again."""
+    def _remove_folder(self, folder: str, left: Collection[str]) -> None:
+        """Remove a step folder that has no index and no other files than `left`; a save makes it again."""
         # An empty, young folder may be of a save that has just begun. A removal in it would have renewed its
         # time, so the time counts only if nothing was removed here.
         entry = self.store.stat(folder)
-        if was_empty and entry is not None and entry.modified > self.before:
+        if not left and entry is not None and entry.modified > self.before:
             self.skipped.append(Skipped(folder, "the folder is young, so a save may be running"))
             return
-        # In a dry run files that would be removed are still there, so they are subtracted by name.
-        foreign = set(self.store.list(folder)) - {f"{DATA}/"}
-        foreign |= set(self.store.list(f"{folder}/{DATA}"))
-        gone = {os.path.basename(item.path) for item in self.removed if item.path.startswith(folder + "/")}
-        if METADATA in foreign:
+        others = self._others(folder, left)
+        if METADATA in others:
             self.skipped.append(Skipped(folder, "it is a checkpoint of another format"))
-            return
-        if foreign - gone:
-            self.skipped.append(Skipped(folder, "it holds files that are not Holdfast's"))
-            return
-        if not is_spelled_as_ours(folder):
-            return
-        self.removed.append(Removed(folder, "the step was never committed", 0))
-        if not self.dry_run:
-            with suppress(HoldfastError):  # fails if a save begins right now, which keeps its folder
-                self.store.delete(f"{folder}/{DATA}")
-                self.store.delete(folder)
+        elif others:
+            self.skipped.append(Skipped(folder, _OTHERS))
+        elif is_spelled_as_ours(folder):
+            self.removed.append(Removed(folder, "the step was never committed", 0))
+            if not self.dry_run:
+                # Fails if a save begins right now, which keeps its folder.
+                self.store.child(f"{folder}/{DATA}").remove()
+                self.store.child(folder).remove()
+
+    def _others(self, folder: str, ours: Collection[str]) -> set[str]:
+        """List what is in a step folder besides `ours`; in a dry run these are still there."""
+        inside = {f"{DATA}/{name}" for name in self.store.list(f"{folder}/{DATA}")}
+        return {*self.store.list(folder), *inside} - {f"{DATA}/", *ours}
 
     def old(self, keep: int) -> None:
         """Remove committed steps beyond the newest `keep` that can be read."""
         # `good` ascends by step, in the order of the visits. It has only steps that can be read, so a damaged
         # newest step never displaces the last good one.
         ours = list(filter(is_spelled_as_ours, self.good))
+        gone = {item.path for item in self.removed}  # left-overs: in a dry run they are still there
         for folder in ours[: max(len(ours) - keep, 0)]:
             if folder in self.busy:
                 continue  # reported already
-            stats = [self.store.stat(name) for name in self._all(folder)]
-            size = sum(_freed(entry) for entry in stats if entry is not None)
+            files = old_files(self.store.child(folder))
+            size = sum(_freed(entry) for name, entry in files.items() if f"{folder}/{name}" not in gone)
+            others = self._others(folder, files)
             if not self.dry_run:
                 remove_step(self.store, folder)
                 if self.store.stat(f"{folder}/{INDEX}") is not None:
@@ -172,13 +164,8 @@ class _Sweep:
             # Also in a dry run: `kept` is what would be left.
             del self.good[folder]
             self.removed.append(Removed(folder, f"older than the newest {keep} committed", size))
-
-    def _all(self, folder: str) -> list[str]:
-        # Left-overs of the same folder were removed, and counted, before.
-        gone = {item.path for item in self.removed}
-        inside = self.store.list(f"{folder}/{DATA}")
-        names = [f"{folder}/{DATA}/{name}" for name in inside if not name.endswith("/")]
-        return [name for name in [*names, f"{folder}/{INDEX}"] if name not in gone]
+            if others:
+                self.skipped.append(Skipped(folder, _OTHERS))
 
 
 def _newest_time(entry: Entry) -> float:

@@ -16,6 +16,7 @@ from holdfast._background.pending import Pending, finished
 from holdfast._background.queue import EXIT_GRACE, LANE, SaveQueue
 from holdfast._format.digest import digest, hex_digest
 from holdfast._io.index_file import open_index
+from holdfast._io.old_steps import retire
 from holdfast._protocol.call import Call, begin_call, whole_step
 from holdfast._protocol.job import Job, job_of
 from holdfast._protocol.operation import agree
@@ -33,7 +34,6 @@ from holdfast._store.run_folder import (
     newest_steps,
     own_steps,
     refuse_other_checkpoints,
-    retire,
     step_folder,
 )
 from holdfast._values import Json, Message

@@ -234,7 +234,14 @@ def _may_take(owner: Owner, job: str, url: str) -> bool:
 def _lives(owner: Owner) -> bool | None:
     """Return whether the owner's process is alive; None if this host can't tell."""
     who = Identity(0, pid=owner.pid, machine=owner.machine, started=owner.started)
-    return bool(who.state()) if who.is_of_this_machine() else None
+    if not who.is_of_this_machine():
+        return None
+    me = this_process(0)
+    if (who.pid, who.started) == (me.pid, me.started):
+        # `exec` keeps pid and start time, and a fork has another pid: so unless the owner is this program, it
+        # is the one that this process ran before.
+        return owner.process == _PROCESS
+    return bool(who.state())
 
 
 def _refusal(owner: Owner, url: str) -> Conflict:

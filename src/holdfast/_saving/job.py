@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast._format.names import WrittenFile
 from holdfast._io.file_writer import About, WriteRequest, discard, names_of, write_files
+from holdfast._io.old_steps import entries
 from holdfast._io.unchanged import Earlier, recall, remember
 from holdfast._layout.tensor import Replica
 from holdfast._plan.save import plan_save
@@ -244,7 +245,7 @@ class SaveJob:
         assert self.commit is not None
         # Not before the commit: until the new index is durable, a crash must leave the old checkpoint whole.
         with suppress(HoldfastError):  # `holdfast prune` removes what is left
-            for name in self.commit.replaced_files - set(self.commit.file_names):
+            for name in entries(self.store, self.commit.replaced_files - set(self.commit.file_names)):
                 self.store.delete(name)
         if self.request.after is not None:
             with suppress(HoldfastError):

@@ -234,12 +234,17 @@ class LocalStore:
     def remove(self) -> bool:
         try:
             # Fails if there is any file, another rank's or a stranger's, so no check is needed before.
-            os.rmdir(self.root)
+            if self.root == self._top:
+                os.rmdir(self.root)
+                return True
+            *folders, name = _parts_below(self._top, self.root)
+            with folder_beneath(self._top, folders) as folder:
+                os.rmdir(name, dir_fd=folder)
         except FileNotFoundError:
             return True
         except NotADirectoryError:  # it is a link, or lies under a file
             return not os.path.lexists(self.root)
-        except OSError:
+        except OSError:  # also a StorageError: it lies behind a link
             return False
         return True
 

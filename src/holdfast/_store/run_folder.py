@@ -9,9 +9,8 @@ Fewer may be removed: folders that are named as Holdfast names them, hold our in
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing, suppress
 from itertools import islice
 from typing import NamedTuple
@@ -29,11 +28,8 @@ from holdfast._format.names import (
 )
 from holdfast._store.base import FOLDERS, Folder, Kind, Store
 from holdfast._store.local import open_store
-from holdfast._store.pins import unpinned
-from holdfast._store.retention import Retention, StepFacts
-from holdfast.errors import BadInput, HoldfastError, StorageError
+from holdfast.errors import BadInput, StorageError
 
-log = logging.getLogger("holdfast")
 _OTHERS = (TRAINER_STATE, CONFIG, COMMON_FILE)
 """A folder with one of these files is a checkpoint in a format that Holdfast does not load."""
 _WEIGHTS = (
@@ -53,8 +49,6 @@ STEPS = 10**18
 """Steps are below this number, which tells them from times and hashes in a folder's name."""
 _STEP = re.compile(r"(?:step-|iter_)([0-9]{1,18})\Z")
 _NUMBER = re.compile(r"([-_]?)([0-9]{1,18})\Z")
-_warned: set[str] = set()
-"""Linked steps about which a warning was logged."""
 
 
 def step_folder(step: int, megatron: bool = False) -> str:
@@ -87,7 +81,7 @@ def all_step_folders(store: Store) -> list[tuple[int, str]]:
 def step_folders(store: Store) -> dict[int, str]:
     """Return the folder of each step of a run, committed or not, ascending."""
     return {
-        step: (_best(store, folders) or _Marked(folders[-1], "")).folder for step, folders in _by_step(store)
+        step: (best_of(store, folders) or _Marked(folders[-1], "")).folder for step, folders in by_step(store)
     }
 
 
@@ -129,7 +123,7 @@ def latest(run: Folder) -> str | None:
 
 def committed_folder(store: Store, step: int) -> str | None:
     """Return the folder of one committed step, without reading the others; None if it is not committed."""
-    marked = _best(store, [folder for other, folder in all_step_folders(store) if other == step])
+    marked = best_of(store, [folder for other, folder in all_step_folders(store) if other == step])
     return None if marked is None else marked.folder
 
 
@@ -139,7 +133,7 @@ class _Marked(NamedTuple):
     """The file that makes it a checkpoint."""
 
 
-def _by_step(store: Store) -> list[tuple[int, list[str]]]:
+def by_step(store: Store) -> list[tuple[int, list[str]]]:
     folders: dict[int, list[str]] = {}
     for step, folder in all_step_folders(store):
         folders.setdefault(step, []).append(folder)
@@ -150,10 +144,10 @@ def _committed(store: Store, newest_first: bool = False) -> Iterator[tuple[int, 
     looked: list[tuple[int, list[str]]] = []
     # Again if none is committed: between the list and the look `keep=` may have removed the only one that is,
     # for a newer one.
-    while (steps := _by_step(store)) != looked:
+    while (steps := by_step(store)) != looked:
         found = False
         for step, folders in reversed(steps) if newest_first else steps:
-            marked = _best(store, folders)
+            marked = best_of(store, folders)
             if marked is not None:
                 found = True
                 yield step, marked
@@ -187,7 +181,7 @@ def is_only_marked(store: Store) -> bool:
         return is_marker(reader.read(0, MARKER_HEAD))
 
 
-def _best(store: Store, folders: list[str]) -> _Marked | None:
+def best_of(store: Store, folders: list[str]) -> _Marked | None:
     """Return the folder that is the checkpoint of a step, of several with its number; None if none is."""
     marked = [_Marked(folder, mark) for folder in folders if (mark := _mark(store, folder)) is not None]
     if len(marked) < 2:
@@ -257,99 +251,11 @@ def _others(store: Store, names: list[str]) -> Iterator[_Marked]:
                 yield _Marked(folder, mark)
 
 
-# -- steps that may be removed -----------------------------------------------------------------
+# -- steps that may be removed (`holdfast._io.old_steps`) --------------------------------------
 
 
 def is_linked(store: Store, folder: str) -> bool:
-    """Return whether a step's folder, or its data folder, is a link, whose target does not belong to this
-    run."""
-    entries = store.stat(folder), store.stat(f"{folder}/{DATA}")
+    """Return whether a step's folder, its data folder or its index is a link, whose target does not belong to
+    this run."""
+    entries = store.stat(folder), store.stat(f"{folder}/{DATA}"), store.stat(f"{folder}/{INDEX}")
     return any(entry is not None and entry.kind is Kind.LINK for entry in entries)
-
-
-def _is_removable(store: Store, folder: str) -> bool:
-    """Return whether this run made a committed step, so that it may be removed as an old one."""
-    if not is_spelled_as_ours(folder):
-        return False
-    if not is_linked(store, folder):
-        return True
-    if (where := f"{store.url}/{folder}") not in _warned:
-        _warned.add(where)
-        log.warning("%s is a link, or its data folder is one; it is not counted, and never removed.", where)
-    return False
-
-
-def retire(
-    store: Store,
-    rules: Retention,
-    saved: int,
-    read: Callable[[int, str], StepFacts],
-    damaged: Collection[int] = (),
-    passed: set[str] | None = None,
-) -> None:
-    """Remove the steps that no rule keeps; never the step that was just saved.
-
-    read: returns what the index of a step says, given its number and folder; called only if a rule asks.
-    damaged: steps that a load has skipped. They take no good step's place, and are kept so that somebody can
-        examine them.
-    passed: folders that are known to be no step that may be removed, and are not looked at; others are added.
-    """
-    if rules.keep is None:
-        return
-    passed = set() if passed is None else passed
-    steps = [
-        (step, folders)
-        for step, folders in _by_step(store)
-        if step not in damaged and not passed.issuperset(folders)
-    ]
-    removable: dict[int, str] = {}
-    # No more steps than there are folders: mostly nothing is looked at. Else the newest first.
-    for step, folders in reversed(steps if len(steps) > rules.keep else []):
-        if rules.best is None and len(removable) >= rules.keep and rules.stays_by_number(step):
-            continue  # no other rule compares it with other steps
-        marked = _best(store, folders)
-        if marked is not None and marked.mark == INDEX and _is_removable(store, marked.folder):
-            removable[step] = marked.folder
-        else:
-            passed.update(folders)
-    if len(removable) <= rules.keep:
-        return
-    kept = rules.kept(
-        [
-            read(step, folder) if rules.asks_the_index else StepFacts(step)
-            for step, folder in removable.items()
-        ]
-    )
-    for step, folder in sorted(removable.items()):
-        # An older step that was saved again may not be among the newest; it stays until the next save.
-        if step not in kept and step != saved:
-            with suppress(HoldfastError):  # the next save tries again
-                remove_step(store, folder)
-
-
-def remove_step(store: Store, folder: str) -> bool:
-    """Delete a step: its index first, so that it stops being a checkpoint before it loses data. Return
-    whether it is gone.
-
-    A step that somebody reads stays as it is, and so does one that is a link, or whose data folder is one.
-    """
-    if is_linked(store, folder):
-        return False
-    names = store.list(folder)
-    with unpinned(store.child(folder)) as free:
-        if not free:
-            log.info("%s/%s is being read, and stays for now.", store.url, folder)
-            return False
-        # METADATA is a mark for other tools, which means nothing without the index.
-        for name in (METADATA, INDEX):
-            if name in names:
-                store.delete(f"{folder}/{name}")
-    # A folder that somebody has put there stays, and with it the folders around it.
-    for name in store.list(f"{folder}/{DATA}"):
-        if not name.endswith("/"):
-            store.delete(f"{folder}/{DATA}/{name}")
-    store.child(f"{folder}/{DATA}").remove()
-    for name in store.list(folder):
-        if not name.endswith("/"):
-            store.delete(f"{folder}/{name}")
-    return store.child(folder).remove()

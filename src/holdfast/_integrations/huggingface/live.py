@@ -8,9 +8,8 @@ differently would wait for each other.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +23,7 @@ from holdfast._integrations.huggingface.published_tensors import config_of, view
 from holdfast._integrations.megatron import mcore
 from holdfast._integrations.megatron.checkpointing import load_state
 from holdfast._integrations.megatron.saving import own_containers, read_state_dict
+from holdfast._io.old_steps import remove_step
 from holdfast._layout.box import Box
 from holdfast._layout.tensor import listed
 from holdfast._protocol.call import Call
@@ -32,7 +32,14 @@ from holdfast._store.local import open_store
 from holdfast._threads import within
 from holdfast._values import Json
 from holdfast._views.family import OUTPUT, View
-from holdfast.errors import BadInput, CoverageError, LoadFailed, MissingTensors, ShapeMismatch
+from holdfast.errors import (
+    BadInput,
+    CoverageError,
+    HoldfastError,
+    LoadFailed,
+    MissingTensors,
+    ShapeMismatch,
+)
 
 log = logging.getLogger("holdfast")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -158,7 +165,8 @@ def export(
         finally:
             # The export ends only after all ranks have read what they need.
             if call.rank == call.participants[0]:
-                shutil.rmtree(between, ignore_errors=True)
+                with suppress(HoldfastError):
+                    remove_step(open_store(between.parent), between.name)
     if report.missing and call.rank == call.participants[0]:
         log.warning(
             "%s holds no %d tensors of the published model: %s.",

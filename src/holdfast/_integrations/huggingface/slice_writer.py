@@ -20,7 +20,7 @@ from holdfast._format.index import Index
 from holdfast._format.index_layout import encode
 from holdfast._format.names import CONFIG, DATA, SLICE, data_file, is_fetched, name_of_fetch
 from holdfast._format.slice import ABOUT, PUBLISHED, Origin, read_origin
-from holdfast._integrations.conversion_folder import left_in, put_files, read_files
+from holdfast._integrations.conversion_folder import left_in, put_files, read_files, refuse_changed
 from holdfast._integrations.reporting import Meter
 from holdfast._io.file_writer import WriteRequest, write_files
 from holdfast._io.host_memory import HostMemory, ScratchBuffer, batches
@@ -147,6 +147,8 @@ class SliceWriter:
             self._carried,
             "a fetch",
         )
+        there = self._out.list()
+        refuse_changed(self._out, read_files(self._store, (name for name in self._carried if name in there)))
         return False
 
     def _file(self, number: int, pieces: Sequence[SliceChunk]) -> tuple[Columns, int]:
