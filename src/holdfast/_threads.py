@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, cast
 
-from holdfast.errors import DeadlineExceeded, HoldfastError
+from holdfast.errors import DeadlineExceeded, HoldfastError, NotStarted
 
-
-class NotStarted(HoldfastError):
-    """The system starts no more threads in this process."""
+RAISE_LIMIT = (
+    "Raise the limit of processes and threads (ulimit -u, pids.max of the container), or run fewer of them."
+)
+"""What to do where no more can be started."""
 
 
 _MAY_REFUSE = sys.version_info[:2] == (3, 12)
@@ -31,8 +32,7 @@ def start_thread(work: Callable[[], object], name: str, rank: int | None = None)
             f"The thread {name!r} could not be started in this process, which has "
             f"{threading.active_count()}: {error}.",
             rank=rank,
-            hint="Raise the limit of processes and threads (ulimit -u, pids.max of the container), or run "
-            "fewer of them.",
+            hint=RAISE_LIMIT,
         ) from error
     return thread
 

@@ -19,6 +19,7 @@
     │   └── DeadlineExceeded     the time given for the call has passed
     ├── CommitUnconfirmed        committed or not, or perhaps not durable; nothing deleted; look with `latest`
     ├── RosterLost               the message store is gone, so ranks can't agree any more
+    ├── NotStarted               the system starts no more threads or processes
     └── StorageError(OSError)    the file system or object store refused
 
 Every error can be pickled, has its facts in fields, and travels between ranks as JSON (`to_message` and
@@ -186,6 +187,10 @@ class CommitUnconfirmed(HoldfastError):
 
 class RosterLost(HoldfastError):
     """The message store (its host process, mostly rank 0) can't be reached any more."""
+
+
+class NotStarted(HoldfastError):
+    """The system starts no more threads or processes for this one: which limit, and how to raise it."""
 
 
 class StorageError(HoldfastError, OSError):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from holdfast._store.base import VERSION_BYTES, NotFound, Store
+from holdfast._store.base import VERSION_BYTES, NotFound, Store, storage_errors
 from holdfast._store.filesystem import lock
 from holdfast._store.local import WRITEBACK, LocalStore, open_store
 from holdfast.errors import Conflict, StorageError
@@ -449,3 +449,32 @@ def test_urls(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="not to s3:// places"):
         open_store("s3://bucket/x")
     assert open_store(f"{tmp_path}/odd://name").root == f"{tmp_path}/odd:/name"  # an absolute path is no URL
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+def test_what_may_not_be_read_is_not_told_of_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """By errno, because root may read a file of mode 0000."""
+    (tmp_path / "a").write_bytes(b"1")
+
+    def refuse(*args: Any, **named: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    store = LocalStore(tmp_path)
+    for call in ("open", "scandir", "stat"):
+        monkeypatch.setattr(os, call, refuse)
+    for act in (lambda: store.open("a"), lambda: store.list(), lambda: store.stat("a")):
+        with pytest.raises(StorageError) as caught:
+            act()
+        assert "right to read" in caught.value.hint
+        assert "write" not in str(caught.value)
+
+
+@pytest.mark.parametrize("doing", ["Reading", "Writing"])
+@pytest.mark.parametrize("name", ["EMFILE", "ENFILE", "ENOMEM", "ENAMETOOLONG", "ELOOP", "ESTALE"])
+def test_every_limit_has_its_own_advice(doing: str, name: str) -> None:
+    with pytest.raises(StorageError) as caught, storage_errors(doing, "a"):
+        raise OSError(getattr(errno, name), "")
+    assert caught.value.hint
+    assert not {"read", "write"} & set(caught.value.hint.split())

@@ -7,17 +7,21 @@ size of that mount, which is small in containers. The writer process maps the sa
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import mmap
 import os
+import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
 from holdfast._layout.box import Box
 from holdfast._layout.tensor import Dims
-from holdfast._values import Buffer
+from holdfast._values import Buffer, size_text
+from holdfast.errors import SaveFailed
 
 ALIGN = 64
 _HUGE = 2 << 20
@@ -33,11 +37,48 @@ _AT_ONCE = 64 << 20
 _numbers = itertools.count(1)
 
 
+_LIMITS = {
+    # A memfd is a file, so the limit of a file's size holds for it.
+    errno.EFBIG: (resource.RLIMIT_FSIZE, "the size of a file", "-f"),
+    errno.ENOMEM: (resource.RLIMIT_AS, "address space", "-v"),
+    errno.EMFILE: (resource.RLIMIT_NOFILE, "open files", "-n"),
+}
+"""Per errno: the limit of this process that is reached, its name, and the option of `ulimit` that sets it."""
+
+
+@contextmanager
+def _room_for(nbytes: int) -> Iterator[None]:
+    """Raise SaveFailed, which says which limit is reached, if the system gives no memory for a copy of so
+    many bytes."""
+    try:
+        yield
+    except OSError as error:
+        why, raising = str(error.strerror), ""
+        if error.errno in _LIMITS:
+            limit, name, option = _LIMITS[error.errno]
+            most = resource.getrlimit(limit)[0]
+            if most != resource.RLIM_INFINITY:
+                shown = str(most) if limit == resource.RLIMIT_NOFILE else size_text(most)
+                why += f" (the limit of {name} of this process is {shown})"
+                raising = f"Raise the limit (ulimit {option}). "
+        raise SaveFailed(
+            f"The copy of the state for an asynchronous save ({size_text(nbytes)} of shared memory) could "
+            f"not be made: {why}.",
+            hint=f"{raising}With a smaller Options(host_memory_budget=) the state is copied in parts; a "
+            "synchronous save copies nothing.",
+            details={"errno": error.errno},
+        ) from error
+
+
 class Arena:
-    """Memory under a file descriptor. `address` changes when it grows."""
+    """Memory under a file descriptor. `address` changes when it grows.
+
+    Raises SaveFailed where the system gives no room.
+    """
 
     def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC) if fd is None else fd
+        with _room_for(0):
+            self.fd = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC) if fd is None else fd
         self.number = next(_numbers)
         """Unique in this process for ever; descriptors and addresses are reused."""
         self.size = 0
@@ -56,9 +97,10 @@ class Arena:
         if size > self.size:
             # Whole huge pages: fewer faults, and the next save of a model that grew a little fits as well.
             size = -(-size // _HUGE) * _HUGE
-            os.ftruncate(self.fd, size)
-            self.is_new = True
-            self._attach(size)
+            with _room_for(size):
+                os.ftruncate(self.fd, size)
+                self.is_new = True
+                self._attach(size)
 
     def copy(self, start: int, address: int, nbytes: int) -> None:
         """Copy bytes of this process to `start`."""
@@ -67,7 +109,8 @@ class Arena:
             return
         source = memoryview((ctypes.c_ubyte * nbytes).from_address(address))
         while len(source):  # one write takes 2 GiB at most
-            written = os.pwrite(self.fd, source, start)
+            with _room_for(nbytes):
+                written = os.pwrite(self.fd, source, start)
             source, start = source[written:], start + written
 
     def populate(self) -> None:
@@ -104,7 +147,7 @@ class Arena:
         return memoryview(self._map)[start : start + size]
 
     def close(self) -> None:
-        if self.fd >= 0:
+        if getattr(self, "fd", -1) >= 0:  # there may have been none left
             self._detach()
             os.close(self.fd)
             self.fd = -1

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 import msgspec
 
 from holdfast._saving.job import SaveJob, SaveReport
-from holdfast._threads import NotStarted, start_thread
-from holdfast.errors import DeadlineExceeded, HoldfastError
+from holdfast._threads import start_thread
+from holdfast.errors import DeadlineExceeded, HoldfastError, NotStarted
 
 CANCELLED = "cancelled"
 """Key in the details of an error: some rank cancelled the save; it did not fail by itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -27,7 +28,8 @@ from holdfast._background.writer_messages import (
 )
 from holdfast._format.names import WrittenFile
 from holdfast._roster.process import HELD, stat
-from holdfast.errors import HoldfastError, from_message
+from holdfast._threads import RAISE_LIMIT
+from holdfast.errors import HoldfastError, NotStarted, from_message
 
 START = Path(__file__).absolute().with_name("writer_start.py")
 """What the writer process runs."""
@@ -103,10 +105,22 @@ class WriterClient:
         return f"its writer process has pid {self.pid}" + (f", and is {held}" if held else "")
 
     def start(self) -> None:
-        """Start the process if there is none; returns before it is ready."""
+        """Start the process if there is none; returns before it is ready. Raises NotStarted if the system
+        starts none."""
         if self._process is not None and self._process.poll() is None:
             return
         self.kill()
+        try:
+            self._start()
+        except OSError as error:
+            by_descriptors = error.errno in (errno.EMFILE, errno.ENFILE)
+            raise NotStarted(
+                f"The writer process of an asynchronous save could not be started: {error.strerror}.",
+                hint="Raise the limit of open files (ulimit -n)." if by_descriptors else RAISE_LIMIT,
+                details={"errno": error.errno},
+            ) from error
+
+    def _start(self) -> None:
         mine, theirs = socket.socketpair()
         try:
             # A new interpreter, not a fork of this process's memory; in a session of its own, so that Ctrl-C
@@ -117,6 +131,9 @@ class WriterClient:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        except BaseException:
+            mine.close()
+            raise
         finally:
             # Otherwise this process would keep the writer's end open, and never see that the writer is gone.
             theirs.close()

@@ -203,15 +203,32 @@ class storage_errors:  # noqa: N801, because it is used like a function, as cont
             raise _as_storage_error(self.doing, self.path, error) from None
 
 
+_FORBIDDEN = "Give this user the right to read it, and to search the folders that it lies in."
+_READING = {errno.EACCES: _FORBIDDEN, errno.EPERM: _FORBIDDEN}
+"""What to do, by the errno, where something was read."""
+_WRITING = {
+    errno.EACCES: "Choose a folder that this user can write to.",
+    errno.EPERM: "Choose a folder that this user can write to, and that is not immutable.",
+    errno.EROFS: "Choose a folder that can be written to.",
+    errno.ENOSPC: "Free space there, or prune old steps, and save again.",
+    errno.EDQUOT: "Free space in the quota, or prune old steps, and save again.",
+    errno.EFBIG: "Raise the limit of a file's size (ulimit -f), or set Options(max_file_bytes=) below it.",
+}
+_HINTS = {
+    errno.EMFILE: "Raise this process's limit of open files (ulimit -n).",
+    errno.ENFILE: "Raise the system's limit of open files (fs.file-max).",
+    errno.ENOMEM: "Free memory on this host, or raise the limit of this process or container.",
+    errno.ENAMETOOLONG: "Give a shorter path.",
+    errno.ELOOP: "Mend the link in the path that leads in a circle.",
+    errno.ESTALE: "Try again; if that does not help, mount the network file system anew on this host.",
+}
+"""What to do in both cases."""
+
+
 def _as_storage_error(doing: str, path: str, error: OSError) -> StorageError:
     # ENOTDIR: a part of the path is a file, so nothing of that name can be below it.
     kind = NotFound if error.errno in (errno.ENOENT, errno.ENOTDIR) else StorageError
-    hints = {
-        errno.ENOSPC: "Free space there, or prune old steps, and save again.",
-        errno.EDQUOT: "Free space in the quota, or prune old steps, and save again.",
-        errno.EROFS: "Choose a folder that can be written to.",
-        errno.EACCES: "Choose a folder that this user can write to.",
-    }
+    hints = _HINTS | (_READING if doing in ("Opening", "Reading", "Looking at", "Listing") else _WRITING)
     reason = os.strerror(error.errno) if error.errno else str(error)
     return kind(
         f"{doing} {path} failed: {reason}.",

@@ -1,0 +1,92 @@
+"""A process at its limits: an asynchronous save says which limit it has met, and the next save works."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import NotStarted
+
+PROGRAM = """
+import os, resource, sys, torch, holdfast
+which, value, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+state, job = {"w": torch.ones(1 << 20)}, holdfast.Job(no_dist=True)
+with holdfast.Checkpoints(folder + "-before") as before:  # imports all that is used
+    before.save(1, state)
+limit = getattr(resource, "RLIMIT_" + which)
+before = resource.getrlimit(limit)
+if which == "AS":  # what it has now, and no room for the copy
+    value += int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+if which == "NPROC":
+    os.setresuid(65534, 65534, 0)  # root is not limited; and back
+resource.setrlimit(limit, (value, before[1]))
+try:
+    holdfast.async_save(state, folder, job=job).committed(60)
+except holdfast.errors.HoldfastError as error:
+    assert type(error).__module__ == "holdfast.errors" and hasattr(holdfast.errors, type(error).__name__)
+    print(type(error).__name__, error)
+resource.setrlimit(limit, before)
+if which == "NPROC":
+    os.setresuid(0, 0, 0)
+with holdfast.Checkpoints(folder + "-after") as after:  # the writer of the first save has its limits still
+    print(after.save(1, state).committed(60).tensors)
+"""
+
+
+@pytest.mark.parametrize(
+    ("which", "value", "words"),
+    [
+        (
+            "FSIZE",
+            1 << 20,
+            ("SaveFailed", "The copy of the state", "(4 MiB of", "size of a file", "1 MiB", "ulimit -f"),
+        ),
+        (
+            "AS",
+            3 << 20,
+            ("SaveFailed", "The copy of the state", "Cannot allocate", "address space", "ulimit -v"),
+        ),
+        pytest.param("NPROC", 1, ("NotStarted", "could not be started", "ulimit -u")),
+    ],
+)
+def test_what_a_limit_forbids_is_said(which: str, value: int, words: tuple[str, ...], tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, which, str(value), str(tmp_path / "step")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said, saved = done.stdout.splitlines()
+    assert all(word in said for word in words), said
+    assert "could not be read" not in said
+    assert saved == "1"
+
+
+@pytest.mark.parametrize(("number", "words"), [(errno.EAGAIN, "ulimit -u"), (errno.EMFILE, "ulimit -n")])
+def test_a_writer_that_the_system_does_not_start(
+    number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **named: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    state, job = {"w": torch.ones(3)}, holdfast.Job(no_dist=True)
+    with holdfast.Checkpoints(tmp_path, job=job, on_failure="warn") as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", refuse)
+            pending = checkpoints.save(1, state)
+            assert pending is not None
+            with pytest.raises(NotStarted, match="The writer process of an asynchronous save") as caught:
+                pending.committed(60)
+        assert words in str(caught.value)
+        checkpoints.save(2, state)
+    assert checkpoints.steps() == [2]
