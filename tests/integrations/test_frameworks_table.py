@@ -66,7 +66,10 @@ def test_every_name_is_one_of_the_package(framework: Framework) -> None:
         importlib.metadata.distribution(framework.distribution)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f"{framework.name} is not installed")
-    of_others = ("megatron_fsdp.", "megatron.bridge.", "megatron.training.", "swift.")
+    of_others = (
+        *("megatron_fsdp.", "megatron.bridge.", "megatron.training.", "swift."),
+        "nvidia_resiliency_ext.",
+    )
     looked, lacking = 0, set()
     for replacement in replacements_of(framework, Settings()):
         assert isinstance(replacement, Replacement)

@@ -143,6 +143,8 @@ MARKER_HEAD = 4096
 """The file name lies in this many first bytes of a `.metadata`."""
 COMMON_FILE = "common.pt"
 """megatron-core's file of the unsharded state."""
+INTEGRITY = "integrity.json"
+"""megatron-core's list of the SHA-256 of each file, since 0.18."""
 COMMON = "common_state"
 """The object with that state in a Holdfast checkpoint; megatron-core 0.19 uses this name."""
 COMMON_SHARD = f"{COMMON}/shard_0_1"

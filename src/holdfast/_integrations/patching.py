@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -39,6 +39,9 @@ class Replacement:
     """Some versions do not have it; then it is not reported as missing."""
     adds: bool = False
     """The package calls this name if it exists, and does not define it itself. Such a one is `optional`."""
+    takes: Callable[[], Collection[str]] | None = None
+    """Returns the arguments that ours decides about; others, given by a caller, are refused or left to the
+    original. None: all are passed on to the original."""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"

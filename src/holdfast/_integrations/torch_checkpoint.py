@@ -23,6 +23,10 @@ from holdfast.errors import BadInput
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
 _READER = "torch.distributed.checkpoint.filesystem"
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
+_RANKS = ("checkpoint_id", "process_group", "no_dist")
+_MOOT = ("use_collectives", "async_checkpointer_type", "coordinator_rank")
+"""Arguments that say how DCP works, by whose collectives and in which process: ours has no collective, and
+writes in a process of its own."""
 
 
 def replacements(settings: Settings) -> Iterator[Replacement]:
@@ -34,9 +38,21 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
         (_LOADER, "load", "load"),
         (_LOADER, "load_state_dict", "load"),
     ):
-        yield Replacement(module, name, "checkpoints", _inside(ours, settings), optional=True)
+        make, takes = _inside(ours, settings), _taken(ours)
+        yield Replacement(module, name, "checkpoints", make, optional=True, takes=takes)
     for name in ("read_metadata", "read_data"):
         yield Replacement(_READER, f"FileSystemReader.{name}", "checkpoints", _reading(name), optional=True)
+
+
+def _taken(name: str) -> Callable[[], tuple[str, ...]]:
+    """Return what returns the arguments that a function of ours decides about."""
+
+    def takes() -> tuple[str, ...]:
+        from holdfast._integrations import dcp_arguments
+
+        return ("state_dict", *_RANKS, *_MOOT, *dcp_arguments.TAKES[name])
+
+    return takes
 
 
 def _reading(name: str) -> MakeReplacement:
@@ -69,6 +85,8 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
 
             objects = {key: named[key] for key in dcp_arguments.TAKES[name] if key in named}
             try:
+                if unknown := sorted(named.keys() - set(_taken(name)())):
+                    raise BadInput(f"{', '.join(unknown)} is not known to this version of Holdfast.")
                 dcp_arguments.understand(name, named.get("checkpoint_id"), **objects)
             except BadInput as error:
                 # The framework gives this argument, and its user can't remove it (docs/decisions/0016).

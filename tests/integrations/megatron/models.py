@@ -64,6 +64,10 @@ class Recipe:
     """The optimizer keeps its state as Transformer Engine's does (tests/integrations/megatron/fused.py)."""
     precise: bool = False
     """It has the master weights, too, and moments in another precision (`use_precision_aware_optimizer`)."""
+    muon: bool = False
+    """Matrices by Muon, whole on one rank each, and the rest by Adam: Megatron-LM 0.19's default pair."""
+    dense: bool = False
+    """No experts."""
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -72,8 +76,8 @@ class Recipe:
     def name(self) -> str:
         if self.offload is not None:
             return "offloaded"
-        name = "deepseek" if self.per_layer else "qwen"
-        return name + "-fused" * self.fused + "-precise" * self.precise
+        name = "deepseek" if self.per_layer else "dense" if self.dense else "qwen"
+        return name + "-fused" * self.fused + "-precise" * self.precise + "-muon" * self.muon
 
 
 class Training:
@@ -93,7 +97,10 @@ class Training:
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=True, overlap_grad_reduce=False, bucket_size=20_000
         )
-        self.models = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
+        self.models = [
+            DistributedDataParallel(self.config, ddp, chunk, **_layout_for_muon(ddp, chunk, recipe))
+            for chunk in self.chunks
+        ]
         more: dict[str, Any] = {}
         if recipe.offload is not None:
             more = {
@@ -101,16 +108,19 @@ class Training:
                 "optimizer_offload_fraction": recipe.offload,
                 "use_precision_aware_optimizer": True,
             }
+        if recipe.muon:
+            torch.compiler.set_stance("force_eager")  # its arithmetic would take minutes to compile
+            more = {"use_layer_wise_distributed_optimizer": True}
         if recipe.precise:
             more = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
         with importable() if recipe.fused else contextlib.nullcontext():
             config = OptimizerConfig(
-                optimizer="adam",
+                optimizer="muon" if recipe.muon else "adam",
                 lr=1e-3,
                 clip_grad=1.0,
                 bf16=recipe.bf16,
                 params_dtype=dtype,
-                use_distributed_optimizer=True,
+                use_distributed_optimizer=not recipe.muon,
                 **more,
             )
         self.optimizer = get_megatron_optimizer(config, self.models)
@@ -230,6 +240,24 @@ def build(config: Any, layout: Layout, recipe: Recipe) -> list[Any]:
     return chunks
 
 
+def _layout_for_muon(ddp: Any, chunk: Any, recipe: Recipe) -> dict[str, Any]:
+    """Where a model's parameters lie in the buffers, as Megatron-LM 0.19 tells it for Muon."""
+    if not recipe.muon:
+        return {}
+    from megatron.core import parallel_state as ps
+    from megatron.core.optimizer import layer_wise_optimizer
+
+    layer_wise_optimizer.tag_params_for_buffer_routing([chunk])
+    layout = layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout(
+        [param for param in chunk.parameters() if param.requires_grad],
+        ddp.bucket_size,
+        ps.get_data_parallel_world_size(with_context_parallel=True),
+        ddp,
+        expert_data_parallel_world_size=ps.get_expert_data_parallel_world_size(),
+    )
+    return {"full_param_layout": layout}
+
+
 def config_of(layout: Layout, recipe: Recipe) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -239,8 +267,8 @@ def config_of(layout: Layout, recipe: Recipe) -> Any:
         "num_attention_heads": 4,
         "num_query_groups": 2,
         "ffn_hidden_size": 64,
-        "moe_ffn_hidden_size": 16,
-        "num_moe_experts": 8,
+        "moe_ffn_hidden_size": None if recipe.dense else 16,
+        "num_moe_experts": None if recipe.dense else 8,
         "moe_router_topk": 2,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "allgather",

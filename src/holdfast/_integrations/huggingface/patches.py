@@ -36,26 +36,54 @@ Arguments = Mapping[str, Any]
 def mbridge(settings: Settings) -> Iterator[Replacement]:
     """Yield the replacements for mbridge, verl's `vanilla_mbridge`."""
     module = "mbridge.core.bridge"
-    yield Replacement(module, "Bridge.load_weights", "huggingface", _made(settings, _load_mbridge))
-    yield Replacement(module, "Bridge.save_weights", "huggingface", _made(settings, _save_mbridge))
+    yield _replacement(settings, module, "Bridge.load_weights", _load_mbridge)
+    yield _replacement(settings, module, "Bridge.save_weights", _save_mbridge)
 
 
 def megatron_bridge(settings: Settings) -> Iterator[Replacement]:
     """Yield those for Megatron-Bridge, which NeMo RL and verl call; all of its loads call the first one."""
     module = "megatron.bridge.models.conversion"
-    load, save = _made(settings, _load_megatron_bridge), _made(settings, _save_megatron_bridge)
     name = "MegatronModelBridge.load_weights_hf_to_megatron"
-    yield Replacement(f"{module}.model_bridge", name, "huggingface", load)
-    yield Replacement(f"{module}.auto_bridge", "AutoBridge.save_hf_weights", "huggingface", save)
+    yield _replacement(settings, f"{module}.model_bridge", name, _load_megatron_bridge)
+    yield _replacement(settings, f"{module}.auto_bridge", "AutoBridge.save_hf_weights", _save_megatron_bridge)
 
 
 def mcore_bridge(settings: Settings) -> Iterator[Replacement]:
     """Yield those for mcore-bridge, which ms-swift calls. Its load waits for no other rank, and stays."""
     module = "mcore_bridge.bridge.gpt_bridge"
-    yield Replacement(module, "GPTBridge.save_weights", "huggingface", _made(settings, _save_mcore_bridge))
+    yield _replacement(settings, module, "GPTBridge.save_weights", _save_mcore_bridge)
 
 
-def _made(settings: Settings, do: Callable[[Arguments, Call], object]) -> MakeReplacement:
+KNOWN: Mapping[str, tuple[str, ...]] = {
+    # memory_efficient: ours holds one tensor at a time in any case
+    "Bridge.load_weights": ("self", "models", "weights_path", "memory_efficient"),
+    "Bridge.save_weights": ("self", "models", "weights_path", "memory_efficient"),
+    "MegatronModelBridge.load_weights_hf_to_megatron": (
+        *("self", "hf_pretrained", "megatron_model", "allowed_mismatched_params"),
+    ),
+    # every rank writes files in any case, and shows no progress
+    "AutoBridge.save_hf_weights": (
+        *("self", "model", "path", "show_progress", "strict"),
+        *("distributed_save", "save_every_n_ranks", "weight_dtype"),
+    ),
+    # adapter_name: only with peft_format
+    "GPTBridge.save_weights": (
+        *("self", "mg_models", "output_dir", "peft_format", "adapter_name", "converter", "max_shard_size"),
+        "save_missing_weights",
+    ),
+}
+"""The arguments that ours uses or needs not, by function. With another one, or a newer one, that has not its
+default value, the call is left to the framework."""
+
+
+def _replacement(
+    settings: Settings, module: str, name: str, do: Callable[[Arguments, Call], object]
+) -> Replacement:
+    make = _made(settings, name, do)
+    return Replacement(module, name, "huggingface", make, takes=lambda: KNOWN[name])
+
+
+def _made(settings: Settings, name: str, do: Callable[[Arguments, Call], object]) -> MakeReplacement:
     """Return what makes the replacement of a function: one that calls `do` with its arguments, and the
     original if that raises Left."""
 
@@ -72,6 +100,9 @@ def _made(settings: Settings, do: Callable[[Arguments, Call], object]) -> MakeRe
             bound.apply_defaults()
             begun = begin_call(settings.of_a_call())  # made here: groups may be made long after install()
             try:
+                for key, value in bound.arguments.items():
+                    if key not in KNOWN[name] and value is not signature.parameters[key].default:
+                        raise Left(f"{key}={value!r} was given")
                 return do(bound.arguments, begun)
             except Left as left:
                 if begun.rank == begun.participants[0]:

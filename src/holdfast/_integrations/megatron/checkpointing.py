@@ -5,24 +5,33 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from holdfast._background.queue import LANE, queue_of_this_thread
 from holdfast._format.names import COMMON, SHARD
 from holdfast._format.torch_objects import allowing
+from holdfast._integrations.arguments import taking_those_of
 from holdfast._integrations.foreign_errors import of_megatron, raising
 from holdfast._integrations.guard import note_committed
 from holdfast._integrations.megatron import mcore, steps
-from holdfast._integrations.megatron.metadata import is_stock, load_tensors_metadata, mark, read_common
+from holdfast._integrations.megatron.integrity import check_integrity
+from holdfast._integrations.megatron.metadata import (
+    is_stock,
+    load_tensors_metadata,
+    mark,
+    note_strategies,
+    read_common,
+)
 from holdfast._integrations.megatron.optimizer import as_we_save
 from holdfast._integrations.megatron.per_rank import nearest
 from holdfast._integrations.megatron.queue import Committed
 from holdfast._integrations.megatron.saving import own_containers, read_state_dict
 from holdfast._integrations.megatron.shards import take_data, to_load
-from holdfast._integrations.reporting import warn_once
 from holdfast._io.open_checkpoint import TorchDist, open_source
 from holdfast._io.source import Source
 from holdfast._layout.tensor import listed
@@ -48,6 +57,7 @@ AT_ONCE = 8
 
 
 @raising(of_megatron)
+@taking_those_of(mcore.stock("save"))
 def save(
     sharded_state_dict: mcore.StateDict,
     checkpoint_dir: str | os.PathLike[str],
@@ -65,10 +75,14 @@ def save(
 ) -> mcore.AsyncRequest | None:
     """Save a sharded state dict as `megatron.core.dist_checkpointing.save` does, and commit it.
 
+    By position it takes the arguments that the installed megatron-core takes there; the order differs between
+    versions.
+
     The state dict may hold mcore's ShardedTensor, ShardedTensorFactory, ShardedObject and
     LocalNonpersistentObject; everything else is common state, taken from the lowest participant. Strategies,
     which select a writer in stock megatron-core, have no effect. Coverage is always checked, every byte has a
-    digest, and the checkpoint is durable when this returns. `expected` and `job` are as in `holdfast.save`.
+    digest, whatever `verify_integrity` says, and the checkpoint is durable when this returns. `expected` and
+    `job` are as in `holdfast.save`.
 
     async_sharded_save: copy the state and save it in the background. The returned request is finalized once
         the save is committed; errors are raised then, on all ranks. Several saves are written in order, and
@@ -76,7 +90,7 @@ def save(
 
     Returns None, or with async_sharded_save an AsyncRequest. Raises `HoldfastError`s.
     """
-    _note_strategies(sharded_strategy, common_strategy, async_strategy)
+    note_strategies(sharded_strategy, common_strategy, async_strategy)
     store = open_store(os.fspath(checkpoint_dir))
     # megatron-core's arguments have no step, but the folder's name mostly has one.
     step = step_of(Path(checkpoint_dir).name)
@@ -110,6 +124,7 @@ def save(
 
 
 @raising(of_megatron)
+@taking_those_of(mcore.stock("load"))
 def load(
     sharded_state_dict: mcore.StateDict,
     checkpoint_dir: str | os.PathLike[str],
@@ -119,28 +134,34 @@ def load(
     strict: mcore.StrictHandling | str = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
     *,
     verify_integrity: bool = False,
+    process_group: ProcessGroup | None = None,
     job: Job | None = None,
 ) -> Any:
-    """Load what a sharded state dict asks for, as `megatron.core.dist_checkpointing.load` does.
+    """Load what a sharded state dict asks for, as `megatron.core.dist_checkpointing.load` does. By position
+    it takes the arguments of the installed version, as `save`.
 
     Tensors are read from any layout into the memory of the state dict's ShardedTensors, and converted to
     their dtype. Every byte of a Holdfast checkpoint is verified; `torch_dist` checkpoints also load, but have
     no digests.
 
+    validate_access_integrity: has no effect: each rank reads what it asks for, whoever else asks for it.
+    verify_integrity: of a checkpoint that stock megatron-core saved with it, compare every file with the
+        list in `integrity.json` first. Of a Holdfast checkpoint, a load verifies what it reads in any case.
+    process_group: whose ranks take part, instead of the job's participants.
     strict: a `StrictHandling` or its value. Unexpected keys are those that this rank asks for and the
         checkpoint does not have; missing keys are in the checkpoint, and no participant asks for them.
 
     Returns the state dict with loaded values and common state; for RETURN_UNEXPECTED and RETURN_ALL a tuple
     of it, the missing and the unexpected keys. Raises `HoldfastError`s.
     """
-    _note_strategies(sharded_strategy, common_strategy, None)
-    return load_state(
-        open_store(os.fspath(checkpoint_dir)),
-        sharded_state_dict,
-        strict,
-        begin_call(job),
-        job_of(job).options,
-    )
+    note_strategies(sharded_strategy, common_strategy)
+    store, job = open_store(os.fspath(checkpoint_dir)), job_of(job)
+    if process_group is not None:
+        job = replace(job, participants=process_group)
+    call = begin_call(job)
+    if verify_integrity:
+        check_integrity(store, call)
+    return load_state(store, sharded_state_dict, strict, call, job.options)
 
 
 def load_state(
@@ -334,9 +355,13 @@ class _Request:
 
 
 @raising(of_megatron)
-def load_plain_tensors(checkpoint_dir: str | os.PathLike[str], **how: Any) -> mcore.StateDict:
-    """Load every tensor of a checkpoint, whole, by key. how: as for `load`."""
-    loaded: mcore.StateDict = load(load_tensors_metadata(checkpoint_dir), checkpoint_dir, **how)
+@taking_those_of(mcore.stock("load_plain_tensors"))
+def load_plain_tensors(
+    checkpoint_dir: str | os.PathLike[str], *, verify_integrity: bool = False, job: Job | None = None
+) -> mcore.StateDict:
+    """Load every tensor of a checkpoint, whole, by key. verify_integrity, job: as for `load`."""
+    asked = load_tensors_metadata(checkpoint_dir)
+    loaded: mcore.StateDict = load(asked, checkpoint_dir, verify_integrity=verify_integrity, job=job)
     return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
 
 
@@ -346,25 +371,12 @@ def _key(name: str) -> str:
 
 
 def _in_chains(asked: set[str], names: set[str]) -> dict[str, str]:
-    """Map keys of optimizers to stored names with the prefix `chained_<number>.`, which stock writes for a
-    chain of optimizers without `chained_optim_avoid_prefix`. A parameter is in only one of the chain."""
+    """Map keys of optimizers to stored names with the prefix `chained_<number>.`, or without it: stock writes
+    it for a chain of optimizers without `chained_optim_avoid_prefix`, and describes a part of the state with
+    it if it is told dp_reshardable. A parameter is in only one of the chain."""
     chained = {name.partition(".")[2]: name for name in names if name.startswith("chained_")}
-    return {key: chained[key] for key in (asked - names) & chained.keys()}
-
-
-def _note_strategies(*strategies: object) -> None:
-    """Warn once of each strategy that is not megatron-core's own, and of each hint: they have no effect."""
-    for strategy in strategies:
-        kind = type(strategy)
-        # Frameworks pass None, names, and stock strategies, which do not express a wish of the caller.
-        if not kind.__module__.startswith(("builtins", "megatron.core")):
-            warn_once(
-                f"The strategy {kind.__module__}.{kind.__qualname__} has no effect: Holdfast saves and loads "
-                f"in one way."
-            )
-        inner = getattr(strategy, "base_strategy", strategy)  # inside FullyParallelSaveStrategyWrapper
-        hint = getattr(inner, "separation_hint", None)
-        if hint is not None:
-            warn_once(
-                f"separation_hint={hint!r} has no effect: each rank writes one file, whatever the keys in it."
-            )
+    bare = {key: key.partition(".")[2] for key in asked - names if key.startswith("chained_")}
+    return {
+        **{key: chained[key] for key in (asked - names) & chained.keys()},
+        **{key: name for key, name in bare.items() if name in names},
+    }

@@ -10,6 +10,7 @@ from typing import Any, SupportsFloat
 
 from holdfast._background.pending import Pending
 from holdfast._format.names import TRACKER
+from holdfast._integrations.foreign_errors import of_megatron, raising
 from holdfast._integrations.huggingface.export import ExportReport, run_export
 from holdfast._integrations.megatron import mcore
 from holdfast._integrations.megatron.checkpointing import load_state
@@ -32,6 +33,7 @@ class Checkpoints(RunFolder):
 
     megatron = True
 
+    @raising(of_megatron)
     def save(
         self,
         iteration: int,
@@ -65,6 +67,7 @@ class Checkpoints(RunFolder):
 
         return self._save(make, iteration, force, timeout)
 
+    @raising(of_megatron)
     def load(
         self,
         sharded_state_dict: mcore.StateDict,

@@ -19,7 +19,8 @@ from holdfast._format.torch_objects import Allowed
 from holdfast._integrations.patching import original_of
 
 try:
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.core import CheckpointingException, maybe_load_config
     from megatron.core.dist_checkpointing.dict_utils import (
         dict_list_map_inplace,
@@ -60,6 +61,12 @@ CONTENT_METADATA = "content_metadata"
 SHARDING_TYPE = "distrib_optim_sharding_type"
 FULLY_RESHARDABLE = "fully_reshardable"
 FSDP_DTENSOR = "fsdp_dtensor"
+
+
+def stock(name: str) -> Callable[..., Any]:
+    """Return megatron-core's own function of `dist_checkpointing`, also after `install()`."""
+    found: Callable[..., Any] = getattr(serialization, name)
+    return original_of(found)
 
 
 def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:

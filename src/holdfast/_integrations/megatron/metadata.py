@@ -24,8 +24,10 @@ from holdfast._format.names import (
 )
 from holdfast._format.torch_dist import only_one
 from holdfast._format.torch_objects import allowing
+from holdfast._integrations.arguments import taking_those_of
 from holdfast._integrations.foreign_errors import of_megatron, raising
 from holdfast._integrations.megatron import mcore
+from holdfast._integrations.reporting import warn_once
 from holdfast._io.open_checkpoint import open_source
 from holdfast._io.small_files import read_file
 from holdfast._io.stored_object import read_object
@@ -39,6 +41,7 @@ log = logging.getLogger("holdfast")
 
 
 @raising(of_megatron)
+@taking_those_of(mcore.stock("load_common_state_dict"))
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> mcore.StateDict:
     """Read everything in a checkpoint that isn't sharded; reads no other data, and waits for no rank."""
     return read_common(open_store(os.fspath(checkpoint_dir)))
@@ -64,6 +67,7 @@ def is_stock(store: Store) -> bool:
 
 
 @raising(of_megatron)
+@taking_those_of(mcore.stock("load_content_metadata"))
 def load_content_metadata(
     checkpoint_dir: str | os.PathLike[str] | None = None,
     *,
@@ -78,10 +82,12 @@ def load_content_metadata(
 
 
 @raising(of_megatron)
+@taking_those_of(mcore.stock("load_tensors_metadata"))
 def load_tensors_metadata(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: object = None
 ) -> mcore.StateDict:
     """Return every tensor of a checkpoint as an unsharded ShardedTensor without data, by key."""
+    note_strategies(sharded_strategy)
     return {
         key: item
         for key, item in load_sharded_metadata(checkpoint_dir).items()
@@ -90,10 +96,12 @@ def load_tensors_metadata(
 
 
 @raising(of_megatron)
+@taking_those_of(mcore.stock("load_sharded_metadata"))
 def load_sharded_metadata(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: object = None, common_strategy: object = None
 ) -> mcore.StateDict:
     """Return what `load_tensors_metadata` returns, and every ShardedObject."""
+    note_strategies(sharded_strategy, common_strategy)
     entries: mcore.StateDict = {}
     with open_source(open_store(os.fspath(checkpoint_dir))) as index:
         columns = index.select()
@@ -124,7 +132,12 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
     return config is not None and config.sharded_backend != HOLDFAST_CONFIG["sharded_backend"]
 
 
-def strategies(stock: Callable[..., object], checkpoint_dir: str, *args: object, **named: object) -> object:
+def strategies(
+    stock: Callable[..., object],
+    checkpoint_dir: str,
+    sharded_strategy: object = None,
+    common_strategy: object = None,
+) -> object:
     """Return strategies also for a Holdfast folder: some frameworks ask for them before they call `load`.
 
     megatron-core has none for it, so its own are returned; they are not used.
@@ -132,7 +145,25 @@ def strategies(stock: Callable[..., object], checkpoint_dir: str, *args: object,
     config = mcore.maybe_load_config(checkpoint_dir)
     if config is not None and config.sharded_backend == HOLDFAST_CONFIG["sharded_backend"]:
         return mcore.load_strategies()
-    return stock(checkpoint_dir, *args, **named)
+    return stock(checkpoint_dir, sharded_strategy, common_strategy)
+
+
+def note_strategies(*strategies: object) -> None:
+    """Warn once of each strategy that is not megatron-core's own, and of each hint: they have no effect."""
+    for strategy in strategies:
+        kind = type(strategy)
+        # Frameworks pass None, names, and stock strategies, which do not express a wish of the caller.
+        if not kind.__module__.startswith(("builtins", "megatron.core")):
+            warn_once(
+                f"The strategy {kind.__module__}.{kind.__qualname__} has no effect: Holdfast saves and loads "
+                f"in one way."
+            )
+        inner = getattr(strategy, "base_strategy", strategy)  # inside FullyParallelSaveStrategyWrapper
+        hint = getattr(inner, "separation_hint", None)
+        if hint is not None:
+            warn_once(
+                f"separation_hint={hint!r} has no effect: each rank writes one file, whatever the keys in it."
+            )
 
 
 def mark(store: Store) -> None:

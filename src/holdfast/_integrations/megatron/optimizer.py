@@ -17,12 +17,13 @@ A load uses the same description: the pieces are views of the live state, and ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
 from holdfast._integrations.megatron import mcore
+from holdfast._integrations.megatron.groups import check_kinds, find_group
 from holdfast._integrations.megatron.shards import WrittenCopies
 from holdfast._integrations.megatron.steps import groups_of, step_of, step_of_others
 from holdfast._layout.box import from_flat_range
@@ -40,31 +41,44 @@ _STOCK_FORMATS = (
     "fully_sharded_model_space",
 )
 """Formats of optimizer state that only stock's description can load."""
+_OURS = {mcore.SHARDING_TYPE: mcore.FULLY_RESHARDABLE, "chained_optim_avoid_prefix": True}
+"""Metadata by which stock describes an optimizer with the names that ours has."""
 _SHARED = "step"
 """State without the parameter's shape: it is stored in the parameter groups."""
 
 
 def sharded_state_dict(
-    optimizer: mcore.DistributedOptimizer, model_sharded_state_dict: mcore.StateDict, is_loading: bool = False
+    optimizer: mcore.DistributedOptimizer,
+    model_sharded_state_dict: mcore.StateDict,
+    is_loading: bool = False,
+    metadata: mcore.StateDict | None = None,
 ) -> mcore.ByOptimizer:
     """Describe a DistributedOptimizer, or a ChainedOptimizer of them, by `ShardedTensor`s over live memory.
 
+    Any other optimizer in it, also one of a subclass, describes itself, as in stock megatron-core: Muon's
+    LayerWiseDistributedOptimizer gathers its parameter groups from all ranks by a collective.
+
     model_sharded_state_dict: of the same model, made with `keep_vars=True` as Megatron does.
     is_loading: allocate the state if the optimizer has not stepped yet.
+    metadata: what an optimizer that describes itself is told; by default to write the names that ours have.
     """
-    if isinstance(optimizer, mcore.ChainedOptimizer):
+    if type(optimizer) is mcore.ChainedOptimizer:
         parts = optimizer.chained_optimizers
         if len(parts) == 1:
-            return sharded_state_dict(parts[0], model_sharded_state_dict, is_loading)
+            return sharded_state_dict(parts[0], model_sharded_state_dict, is_loading, metadata)
         # First, as stock does, give the groups of all optimizers the same step.
         mcore.synchronize_steps(optimizer)
         return {
-            number: sharded_state_dict(part, model_sharded_state_dict, is_loading)
+            number: sharded_state_dict(part, model_sharded_state_dict, is_loading, metadata)
             for number, part in enumerate(parts)
         }
-    if not isinstance(optimizer, mcore.DistributedOptimizer):
-        stock: mcore.ByOptimizer = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading)
-        return stock
+    # A subclass may hold its state in another way, and say so in a method of its own.
+    if type(optimizer) is not mcore.DistributedOptimizer:
+        metadata = _OURS if metadata is None else _as_noted(metadata, is_loading)
+        own: mcore.ByOptimizer = optimizer.sharded_state_dict(
+            model_sharded_state_dict, is_loading, metadata=metadata
+        )
+        return own
     if optimizer.is_stub_optimizer:
         return {}
     _allocate(optimizer, is_loading)
@@ -82,21 +96,36 @@ def describe(
     optimizer: mcore.DistributedOptimizer,
     model_sharded_state_dict: mcore.StateDict | None = None,
     is_loading: bool = False,
-    metadata: Mapping[str, object] | None = None,
-    **named: object,
+    sharding_type: str | None = None,
+    metadata: mcore.StateDict | None = None,
 ) -> object:
-    """Do an optimizer's `sharded_state_dict`: ours, or stock's to load a format that only stock writes."""
-    ours = partial(sharded_state_dict, optimizer, model_sharded_state_dict or {}, is_loading)
+    """Do an optimizer's `sharded_state_dict`: ours, or stock's for a subclass, and to load a format that only
+    stock writes."""
+    ours = partial(sharded_state_dict, optimizer, model_sharded_state_dict or {}, is_loading, metadata)
     # Ours describes every save except Megatron-FSDP's. State in a format of stock's own loads only with
     # stock's description.
-    wanted = named.get("sharding_type") or (metadata or {}).get(mcore.SHARDING_TYPE)
-    if wanted != mcore.FSDP_DTENSOR and not (is_loading and wanted in _STOCK_FORMATS):
+    wanted = sharding_type or (metadata or {}).get(mcore.SHARDING_TYPE)
+    stocks = is_loading and wanted in _STOCK_FORMATS
+    # A subclass has called the method that it extends.
+    is_known = type(optimizer) in (mcore.DistributedOptimizer, mcore.ChainedOptimizer)
+    if is_known and wanted != mcore.FSDP_DTENSOR and not stocks:
         return ours()
+    if metadata is not None:
+        metadata = _as_noted(metadata, is_loading)
+    named = {} if sharding_type is None else {"sharding_type": sharding_type}
     state = stock(optimizer, model_sharded_state_dict or {}, is_loading, metadata=metadata, **named)
     # A save in this format wrote ours, too; the load sees which the checkpoint holds.
-    if isinstance(state, dict) and "param_state" in state:
+    if is_known and isinstance(state, dict) and "param_state" in state:
         state[OTHERWISE] = mcore.LocalNonpersistentObject(ours)
     return state
+
+
+def _as_noted(metadata: mcore.StateDict, is_loading: bool) -> mcore.StateDict:
+    """Return the metadata for a description by stock: that of a save names the format that the save notes in
+    the checkpoint, which is one for all optimizers."""
+    if is_loading or metadata.get(mcore.SHARDING_TYPE) not in _STOCK_FORMATS:
+        return metadata
+    return {**metadata, mcore.SHARDING_TYPE: mcore.FULLY_RESHARDABLE}
 
 
 def as_we_save(state: mcore.ByOptimizer) -> mcore.ByOptimizer:
@@ -177,6 +206,7 @@ def give_back(
         load_state_dict(optimizer, state_dict)
     else:
         stock(optimizer, state_dict)
+        check_kinds(optimizer)
 
 
 def _is_fsdp(optimizer: mcore.DistributedOptimizer, state: mcore.StateDict) -> bool:
@@ -188,9 +218,11 @@ def load_state_dict(optimizer: mcore.DistributedOptimizer, state: mcore.ByOptimi
     """Apply a loaded state that `sharded_state_dict(..., is_loading=True)` has described.
 
     The layout that saved may have had parameters in other optimizers (without expert parallelism, experts
-    belong to the dense one), so parameter groups are matched by their identifiers, not by position.
+    belong to the dense one), so parameter groups are matched by their identifiers, not by position, among
+    those of an optimizer of the same kind.
     """
-    parts = optimizer.chained_optimizers if isinstance(optimizer, mcore.ChainedOptimizer) else [optimizer]
+    is_chain = type(optimizer) is mcore.ChainedOptimizer
+    parts = optimizer.chained_optimizers if is_chain else [optimizer]
     mine = [state] if len(parts) == 1 else [state.get(number, {}) for number in range(len(parts))]
     # The saved state may have more optimizers.
     saved = [state[key] for key in sorted(key for key in state if isinstance(key, int))]
@@ -198,11 +230,13 @@ def load_state_dict(optimizer: mcore.DistributedOptimizer, state: mcore.ByOptimi
     others = step_of_others(saved)
     for part, own in zip(parts, mine, strict=True):
         if MARK in own:
-            _restore(part, saved, others, own.get("param_state", {}))
+            # Its own first: two optimizers may have groups with the same identifiers.
+            _restore(part, sorted(saved, key=lambda one: one is not own), others, own.get("param_state", {}))
         elif _is_fsdp(part, own):
             _restore_fsdp(part, own)
         elif not getattr(part, "is_stub_optimizer", False):
             part.load_state_dict(own)
+    check_kinds(optimizer)
     if len(parts) > 1:
         mcore.synchronize_steps(optimizer)
 
@@ -220,7 +254,7 @@ def _restore(
         )
     groups = [group for part in saved for group in groups_of(part)]
     own = optimizer.optimizer.state_dict()["param_groups"]
-    matches = [_group(group, groups) for group in own]
+    matches = [find_group(group, groups, optimizer.optimizer) for group in own]
     scaler = {"grad_scaler": saved[0]["grad_scaler"]} if "grad_scaler" in saved[0] else {}
     _load_groups(optimizer, matches, [step_of(group) or others for group in matches], **scaler)
     for number, (param, _, _) in enumerate(mcore.local_ranges(optimizer)):
@@ -256,23 +290,6 @@ def _restore_fsdp(optimizer: mcore.DistributedOptimizer, loaded: mcore.StateDict
             there, here = (getattr(tensor, "_local_tensor", tensor) for tensor in (value, values[key]))
             if isinstance(there, torch.Tensor) and there.data_ptr() != here.data_ptr():
                 here.copy_(there)
-
-
-def _group(own: mcore.StateDict, groups: list[mcore.StateDict]) -> mcore.StateDict:
-    """Find the saved parameter group for one of this layout; `is_expert_parallel` may differ."""
-    keys = [key for key in own if key.removeprefix("pre_") in mcore.GROUP_KEYS]
-    # Without expert parallelism, experts are in dense groups: if no group is equal, only this may differ.
-    for ignored in ((), ("is_expert_parallel",)):
-        wanted = [key for key in keys if key not in ignored]
-        for group in groups:
-            if all(group.get(key, own[key]) == own[key] for key in wanted):
-                classes = {key: value for key, value in own.items() if isinstance(value, type)}
-                return {**group, **classes, **{key: own[key] for key in keys}}
-    raise BadInput(
-        f"The checkpoint has no parameter group with { {key: own[key] for key in keys} }.",
-        hint="Build the optimizer with the same weight-decay and learning-rate multipliers as when it was "
-        "saved.",
-    )
 
 
 def _describe(

@@ -20,9 +20,11 @@ import torch.distributed as dist
 from holdfast._deadline import TIMEOUT
 from holdfast._groups.lifecycle.warm_up import warm_up as warm_up_groups
 from holdfast._groups.session.session import Session
+from holdfast._integrations.arguments import by_name, names_of
 from holdfast._integrations.guard import is_guarded
 from holdfast._integrations.patching import MakeReplacement, Replacement
 from holdfast._integrations.ray import is_between_calls
+from holdfast._integrations.reporting import warn_once
 from holdfast._integrations.settings import Settings
 from holdfast._protocol.call import own_timeout
 from holdfast.errors import BadInput, GroupsFailed
@@ -55,33 +57,36 @@ _PREPARE = (
     ("swift.megatron.utils.megatron_fsdp_checkpoint", "_preprocess_state_dict"),
 )
 """Functions with the arguments (configuration, state, model)."""
+PLANNED_BY = (
+    f"{_CORE}.strategies.state_dict_saver",
+    "nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver",
+)
+"""Modules whose `save_state_dict_async_plan` begins an asynchronous save of fsdp_dtensor and torch_dcp."""
 _here = threading.local()
 
 
 def replacements(settings: Settings) -> Iterator[Replacement]:
-    def bound(name: str) -> MakeReplacement:
-        # A lambda, because participants are asked for at each call: groups are made after install().
-        return _standing_in("checkpointing", name, lambda: {"job": settings.of_a_call()})
-
     serialization = f"{_CORE}.serialization"
-    yield Replacement(serialization, "save", "checkpoints", bound("save"))
-    yield Replacement(serialization, "load", "checkpoints", bound("load"))
-    yield Replacement(serialization, "load_plain_tensors", "checkpoints", bound("load_plain_tensors"))
+    for name in ("save", "load", "load_plain_tensors"):
+        # A lambda, because participants are asked for at each call: groups are made after install().
+        make = _standing_in("checkpointing", name, lambda: {"job": settings.of_a_call()})
+        yield Replacement(serialization, name, "checkpoints", make, takes=_taken("checkpointing", name))
     for name in (
         "load_common_state_dict",
         "load_content_metadata",
         "load_tensors_metadata",
         "load_sharded_metadata",
     ):
-        yield Replacement(serialization, name, "checkpoints", _standing_in("metadata", name))
+        make, takes = _standing_in("metadata", name), _taken("metadata", name)
+        yield Replacement(serialization, name, "checkpoints", make, takes=takes)
     name = "check_is_distributed_checkpoint"
-    yield Replacement(f"{_CORE}.core", name, "checkpoints", _standing_in("metadata", name))
+    make, takes = _standing_in("metadata", name), _taken("metadata", name)
+    yield Replacement(f"{_CORE}.core", name, "checkpoints", make, takes=takes)
     name = "verify_checkpoint_and_load_strategy"  # before 0.17
-    yield Replacement(
-        f"{_CORE}.validation", name, "checkpoints", _through("metadata", "strategies"), optional=True
-    )
+    make, takes = _through("metadata", "strategies"), _taken("metadata", "strategies")
+    yield Replacement(f"{_CORE}.validation", name, "checkpoints", make, optional=True, takes=takes)
     for place, name, module, ours in _WITH_ORIGINAL:
-        yield Replacement(place, name, "checkpoints", _through(module, ours))
+        yield Replacement(place, name, "checkpoints", _through(module, ours), takes=_taken(module, ours))
     for name in ("handle_swiglu_in_state_dict", "handle_gdn_in_state_dict"):
         yield Replacement(_SPLITS, name, "checkpoints", _split(name), optional=True)
     for module in _UNEVEN:
@@ -89,6 +94,8 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
         yield Replacement(module, name, "checkpoints", _uneven, optional=True)
     for module, name in _PREPARE:
         yield Replacement(module, name, "checkpoints", _with_model, optional=True)
+    for module in PLANNED_BY:
+        yield Replacement(module, "save_state_dict_async_plan", "checkpoints", _told, optional=True)
     yield Replacement(
         "megatron.core.parallel_state",
         "initialize_model_parallel",
@@ -102,8 +109,14 @@ def _ours(module: str) -> ModuleType:
     return import_module(f"holdfast._integrations.megatron.{module}")
 
 
+def _taken(module: str, name: str) -> Callable[[], tuple[str, ...]]:
+    """Return what returns the arguments of our function of that name."""
+    return lambda: names_of(getattr(_ours(module), name))
+
+
 def _standing_in(module: str, name: str, more: Callable[[], dict[str, object]] = dict) -> MakeReplacement:
-    """Make a function that calls ours of that name, and adds `more` to the arguments."""
+    """Make a function that calls ours of that name, and adds `more` to the arguments. Ours takes them as the
+    original does."""
 
     def make(original: Function) -> Function:
         @wraps(original)
@@ -117,12 +130,17 @@ def _standing_in(module: str, name: str, more: Callable[[], dict[str, object]] =
 
 
 def _through(module: str, name: str) -> MakeReplacement:
-    """Make a function that calls ours of that name with the original, and then the caller's arguments."""
+    """Make a function that calls ours of that name with the original, the first argument (the object of a
+    method), and the others by name."""
 
     def make(original: Function) -> Function:
+        first = names_of(original)[0]
+
         @wraps(original)
         def call(*args: object, **named: object) -> object:
-            return getattr(_ours(module), name)(original, *args, **named)
+            ours = getattr(_ours(module), name)
+            given = by_name(original, (first, *names_of(ours)), args, named)
+            return ours(original, given.pop(first), **given)
 
         return call
 
@@ -218,15 +236,33 @@ def _uneven(original: Function) -> Function:
     return preprocess_state_dict_for_uneven_dtensor
 
 
+def _told(original: Function) -> Function:
+    """Make the function that begins the only save which is not replaced in a guarded one, and says so."""
+
+    @wraps(original)
+    def save_state_dict_async_plan(*args: object, **named: object) -> object:
+        if is_guarded():
+            warn_once(
+                "An asynchronous save of fsdp_dtensor or torch_dcp is not replaced: "
+                f"{original.__module__} plans and writes it, with its collectives, and the checkpoint is not "
+                "Holdfast's. Leave out --async-save (async_save), or save as torch_dist."
+            )
+        return original(*args, **named)
+
+    return save_state_dict_async_plan
+
+
 def _with_model(original: Function) -> Function:
     """Make the function that prepares an fsdp_dtensor state, and keep its model for `_uneven`, which stock
     code calls without the model."""
 
     @wraps(original)
-    def prepare(cfg: object, state_dict: object, model: object, *args: object, **named: object) -> object:
-        outer, _here.model = getattr(_here, "model", None), model
+    def prepare(*args: object, **named: object) -> object:
+        # Each framework has other names for the first two arguments.
+        given = by_name(original, names_of(original), args, named)
+        outer, _here.model = getattr(_here, "model", None), given["model"]
         try:
-            return original(cfg, state_dict, model, *args, **named)
+            return original(*args, **named)
         finally:
             _here.model = outer
 
