@@ -202,7 +202,10 @@ def test_a_damaged_owner_file_stops_nobody(tmp_path: Path) -> None:
 def here(run: Path, **said: Any) -> None:
     """Another job, in this very process."""
     me = this_process(0)
-    where = {"host": me.host, "machine": me.machine, "pid": me.pid, "started": me.started}
+    # The parent: an owner with the pid of this process is a program that it ran before (`exec`).
+    parent = stat_of(os.getppid())
+    assert parent is not None
+    where = {"host": me.host, "machine": me.machine, "pid": os.getppid(), "started": parent.started}
     elsewhere(run, **{**where, **said})
 
 
