@@ -200,7 +200,7 @@ def test_a_damaged_owner_file_stops_nobody(tmp_path: Path) -> None:
 
 
 def here(run: Path, **said: Any) -> None:
-    """Another job, in this very process."""
+    """Another job, in a process of this host that lives."""
     me = this_process(0)
     # The parent: an owner with the pid of this process is a program that it ran before (`exec`).
     parent = stat_of(os.getppid())
