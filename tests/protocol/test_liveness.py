@@ -17,7 +17,7 @@ from tests.support.faults import Faults
 from tests.support.simulate import SimulatedClock, World, check, run_world
 
 HOUR = 3600.0
-KEY = "save/x/0.0"
+KEY = "save/x/0.0/5f1e"
 
 
 def seen(rank: int, beat: int = 1, ended: str = "", state: str = "", **operations: Any) -> Seen:

@@ -19,7 +19,7 @@ from holdfast._protocol import liveness, rounds
 from holdfast._protocol.effects import Claim, Context, Delete, Steps, outcome_key
 from holdfast._protocol.liveness import PeerMonitor
 from holdfast._protocol.messages import abandoned_by
-from holdfast._protocol.rendezvous import SHARED, History
+from holdfast._protocol.rendezvous import History, _Open, _shared
 from holdfast._roster.presence import Seen
 from holdfast.errors import HoldfastError, RankInfo
 from tests.support import simulate as simulate_module
@@ -233,14 +233,14 @@ def join_what_is_open(self: History, site: str) -> tuple[str, dict[str, int]]:
         number += 1
     self._next[site] = number + 1
     key = f"{site}/{self.generation}.{number}"
-    self._open[key] = site, False
+    self._open[key] = _Open(site, key)
     return key, dict(self._abandoned)
 
 
 def count_all_calls_as_one(self: History, site: str) -> tuple[str, dict[str, int]]:
     """Every call has the same key, so that a repeated one meets the outcome of the one before."""
     key = f"{site}/{self.generation}.0"
-    self._open[key] = site, False
+    self._open[key] = _Open(site, key)
     return key, dict(self._abandoned)
 
 
@@ -250,7 +250,7 @@ def leave_too_early(context: Context, history: History) -> Steps:
         context.known_outcome is not None
         and history.end(context.key, context.known_outcome, context.clock.now()) is not None
     ):
-        yield Delete([f"{context.key}/{name}" for name in SHARED])
+        yield Delete(_shared(context.key))
 
 
 @pytest.mark.parametrize(

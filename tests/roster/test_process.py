@@ -272,6 +272,25 @@ def test_a_signal_that_nobody_catches_is_not_sent() -> None:
     assert who.stack() == ""
 
 
+def test_a_signal_that_is_not_ours_is_not_sent() -> None:
+    """Whoever writes the message: only the process itself says, by the name of its file, which one is."""
+    does = """
+import signal
+for number in (signal.SIGTERM, signal.SIGINT, stack_dump.signal - 1):
+    signal.signal(number, lambda *_: print(number, flush=True))
+print("ready", flush=True)
+time.sleep(60)
+"""
+    with other(does, "dump") as (who, child):
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        for number in (signal.SIGTERM, signal.SIGINT, who.dump_signal - 1):
+            assert msgspec.structs.replace(who, dump_signal=int(number)).stack() == ""
+        assert "most recent call first" in who.stack(), "its handlers were not called: it rests still"
+        child.send_signal(signal.SIGKILL)
+        assert child.stdout.read() == ""
+
+
 def test_a_process_that_has_ended_its_session_is_not_sent_a_signal() -> None:
     with other("sys.stdin.readline(); stack_dump.end(0); print(flush=True); time.sleep(60)", "dump") as (
         who,

@@ -196,7 +196,8 @@ def waiting_commit(
     made = Commit(
         slow, "save", Deadline(1000.0, ManualClock()), {}, None, None, "", lambda name: [], lambda: tick(made)
     )
-    made.about["step"] = None
+    (file,) = reports[0][0].files
+    made.about |= {"step": None, "attempt": file.name.removeprefix("data/").partition("-")[0]}
     real(made, reports[0])
     return made
 

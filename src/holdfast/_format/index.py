@@ -49,7 +49,7 @@ from holdfast._format.limits import (
     check_size,
     in_bounded_memory,
 )
-from holdfast._format.names import FORMAT, NARROW, SHARED, is_data_file
+from holdfast._format.names import FORMAT, NARROW, SHARED, is_data_file, is_of_other_attempt
 from holdfast._values import shortened
 from holdfast.errors import CorruptCheckpoint
 
@@ -295,6 +295,20 @@ class Index:
                 )
         return names
 
+    def _own_files(self) -> list[str]:
+        """Return the data files; refuse one that another attempt wrote: it holds the values of another
+        save."""
+        names, attempt = self.file_names(), self.about.get("attempt")
+        for name in names:
+            if is_of_other_attempt(name, attempt):
+                raise CorruptCheckpoint(
+                    f"{self.where} was written by the attempt {attempt}, but names {name}, which another "
+                    "attempt wrote: the values in it are those of another save.",
+                    hint="Load another step. `holdfast reindex` makes a new index if all files of one "
+                    "attempt are there.",
+                )
+        return names
+
     # -- rows -----------------------------------------------------------------------------
 
     def _children(self, what: str, ends: str, rows: Array | None, total: int) -> tuple[Array, Array | None]:
@@ -326,7 +340,7 @@ class Index:
             chunk_end=counts.cumsum(dtype="<i8"),
             digest_end=digest_counts.cumsum(dtype="<i8"),
             digests=self.column_rows("digests", digests),
-            file_names=self.file_names(),
+            file_names=self._own_files(),
             file_size=self.column("file_size"),
             file_rank=self.column("file_rank"),
             shared=self._shared,

@@ -68,6 +68,14 @@ def linked_file(attempt: str, rank: int, origin: str) -> str:
     return f"{DATA}/{attempt}-r{rank:05d}-{origin}"
 
 
+def is_of_other_attempt(path: str, attempt: object) -> bool:
+    """Return whether a data file was, by its name, not written by the attempt of this name. A name that no
+    save gives says nothing, nor does an attempt that is unknown."""
+    if not isinstance(attempt, str) or not is_named_by_save(name := path.removeprefix(f"{DATA}/")):
+        return False
+    return not is_fetched(name) and not name.startswith(f"{attempt}-r")
+
+
 def is_link_to(path: str, origin: str) -> bool:
     """Return whether a data file is a link to one that was written under the path `origin`."""
     return path.endswith("-" + origin.removeprefix(f"{DATA}/"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from itertools import pairwise
 from typing import NamedTuple
@@ -47,8 +47,12 @@ class _Block(NamedTuple):
 
 
 class FilesCheck:
-    def __init__(self, store: Store, columns: Columns, step: int | None, damage: list[Damage]) -> None:
-        self.store, self.columns, self.step, self.damage = store, columns, step, damage
+    def __init__(
+        self, store: Store, columns: Columns, about: Mapping[str, object], damage: list[Damage]
+    ) -> None:
+        """about: that of the index."""
+        self.store, self.columns, self.damage = store, columns, damage
+        self.step, self.attempt = number(about.get("step")), about.get("attempt")
         self.moved: set[int] = set()
         """Chunks whose offset the commit has computed; their file's header has an older one."""
         self.linked: set[int] = set()
@@ -177,15 +181,20 @@ class FilesCheck:
         except CorruptCheckpoint as error:
             self.damage.append(Damage(name, error.message, None, start, size))
             return
-        step = number(index.about.get("step"))
+        step, attempt = number(index.about.get("step")), index.about.get("attempt")
         own = embedded.file_names[:1]
         # A file of another checkpoint may have been put in this one's place, and be whole.
         if own and is_link_to(name, own[0]):
             self.linked.add(file)
-        elif own != [name] or embedded.file_size[:1].tolist() != [size] or step != self.step:
+        elif (
+            own != [name]
+            or embedded.file_size[:1].tolist() != [size]
+            or step != self.step
+            or (self.attempt is not None and attempt != self.attempt)
+        ):
             text = (
-                f"the embedded index is of {embedded.file_names[:1]} and step {step}, not of this file and "
-                "checkpoint"
+                f"the embedded index is of {embedded.file_names[:1]}, step {step} and attempt {attempt}, not "
+                "of this file and checkpoint"
             )
             self.damage.append(Damage(name, text, None, start, size))
         self._compare(file, embedded, start, size)

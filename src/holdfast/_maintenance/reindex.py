@@ -222,5 +222,7 @@ def _merge(store: Store, files: list[WholeFile]) -> Columns:
 def _about(files: list[WholeFile]) -> dict[str, object]:
     """Return the description in the new index: that of the files, and that it was rebuilt."""
     known = {key: value for key, value in files[0].about.items() if key not in ("rank", "part", "parts")}
+    if any(file.about.get("attempt") != known.get("attempt") for file in files):
+        known["attempt"] = None  # they were named by somebody who knows that they belong together
     made = {"created": time.time(), "versions": versions(), "reindexed": True}
     return {"step": None, "grid": None, "notes": None} | known | made

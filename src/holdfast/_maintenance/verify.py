@@ -81,10 +81,11 @@ def _verify(store: Store, quick: bool, threads: int, progress: ReportProgress) -
     opened = _open_index(store, damage)
     if opened is None:
         return Verified(store.url, None, quick, 0, 0, 0, 0, time.monotonic() - began, False, tuple(damage))
-    columns, step = opened
+    columns, about = opened
+    step = number(about.get("step"))
     _coverage(columns, damage)
     # Files before data, because `read` needs to know which files are missing or truncated.
-    check = FilesCheck(store, columns, step, damage)
+    check = FilesCheck(store, columns, about, damage)
     for file in range(len(columns.file_names)):
         check.file(file)
     checked = 0 if quick else check.read(threads, progress)
@@ -105,15 +106,15 @@ def _verify(store: Store, quick: bool, threads: int, progress: ReportProgress) -
 # -- the index ----------------------------------------------------------------------------
 
 
-def _open_index(store: Store, damage: list[Damage]) -> tuple[Columns, int | None] | None:
-    """Read all rows of the index, and its step. If it is damaged, add findings and return None."""
+def _open_index(store: Store, damage: list[Damage]) -> tuple[Columns, dict[str, object]] | None:
+    """Read all rows of the index, and its description. If it is damaged, add findings and return None."""
     try:
         with closing(store.open(INDEX)) as reader:
             index = Index(reader.read, reader.size, f"{store.url}/{INDEX}")
             # Lists all bad pages; `select` would raise at the first.
             pages = list(_bad_pages(reader))
             damage += pages
-            return None if pages else (index.select(), number(index.about.get("step")))
+            return None if pages else (index.select(), index.about)
     except HoldfastError as error:
         damage.append(Damage(INDEX, error.message))
         return None

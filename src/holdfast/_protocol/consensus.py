@@ -36,14 +36,24 @@ class StepConsensus:
         with self._lock:
             self._announced, following = True, self._calls + 1
         try:
-            self._chosen = agree(
+            chosen = agree(
                 self._title, self._place, lambda indices: max(indices.values()), self._begin(), following
             )
+            if not isinstance(chosen, int):
+                raise HoldfastError(f"{self._title}: the ranks agreed on {chosen!r}, which is no number.")
+            self._chosen = chosen
         # An exception on a background thread would get lost, so `reached` raises it.
         except HoldfastError as error:
             self._error = error
         finally:
             self._decided.set()
+
+    def fail(self, error: HoldfastError) -> None:
+        """Let `reached` raise an error: this rank can't learn any more whether there is something to do."""
+        with self._lock:
+            self._announced = True
+        self._error = error
+        self._decided.set()
 
     def reached(self) -> bool:
         """Return whether this call is the chosen one or a later one. Raises on all ranks if they could not

@@ -302,9 +302,9 @@ class PeerMonitor:
     def _other_call(self, key: str, part: Message, now: bool) -> str:
         """Describe how another call of a rank relates to this one; empty if kind or place differ."""
         context = self.context
-        # A key is `<signature>/<generation>.<number>` (`rendezvous.History.begin`).
-        site, _, number = context.key.rpartition(".")
-        other, _, its = key.rpartition(".")
+        # A key is `<signature>/<generation>.<number>/<attempt>` (`rendezvous.meet`).
+        site, _, number = context.key.rpartition("/")[0].rpartition(".")
+        other, _, its = key.rpartition("/")[0].rpartition(".")
         if other == site and its.isdecimal() and its != number:
             return (
                 f"it is {'behind' if int(its) < int(number) else 'ahead'}: its last call of this kind is its "

@@ -64,6 +64,22 @@ class Said(msgspec.Struct, frozen=True):
     value: Json = None
 
 
+class TimeIsUp(msgspec.Struct, frozen=True):
+    """From the committer to all: it is time to save; or from a rank that has closed its run: it is not."""
+
+    due: bool
+    rank: int
+    asked: int
+    """How many steps that rank had asked for since the last save."""
+
+
+class StopAsked(msgspec.Struct, frozen=True):
+    """From a rank to all: stop at the same step, and save."""
+
+    reason: str
+    pid: int
+
+
 class RowDigest(msgspec.Struct, frozen=True):
     """From each rank to the committer: a digest of the rows without a declared replica; None if there are
     none."""

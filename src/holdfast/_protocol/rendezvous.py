@@ -6,6 +6,9 @@ arguments, and the n-th call of one rank meets the n-th call of the others, neve
 late gets the error of its own call, and its next call meets the next call of the others. So an abandoned call
 is never joined with a newer one, and a checkpoint holds the states of one call.
 
+The first rank of a call draws the name of the attempt, and the keys of all other messages contain it: a seal
+covers its key, so no message of one call is a message of another, also if both have the same number.
+
 A rank that skipped a call counts one less from then on. The counters are made equal by the next call, of any
 kind on that lane, that all ranks complete: with its first message a rank sends which of its calls were
 abandoned since the last such call, the outcome contains the highest count of each, and all ranks continue
@@ -22,10 +25,13 @@ complete.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from holdfast._format.digest import digest, hex_digest
@@ -38,11 +44,17 @@ from holdfast.errors import HoldfastError
 _REMEMBERED = 1024
 """Number of different calls whose counters are kept. A call that is forgotten counts from 0 again; its keys
 are long gone by then."""
+_ATTEMPT = re.compile("[0-9a-f]{12}")
 SWEEP_AFTER = 60.0
 """Seconds after which a later completed call deletes the keys of an abandoned one: a rank that uses this lane
 on a second thread may still look for its outcome, every quarter of a second."""
-SHARED = ("open", "outcome", "final", *ANSWERS, "left")
-"""Keys of a call that all its ranks read."""
+SHARED = ("outcome", "final", *ANSWERS, "left")
+"""Keys of a call that all its ranks read, beside `open`."""
+
+
+def _shared(key: str) -> list[str]:
+    """Return the keys that all ranks of a call read. key: that of the call, with its attempt."""
+    return [f"{key.rpartition('/')[0]}/open", *(f"{key}/{name}" for name in SHARED)]
 
 
 class CallSignature:
@@ -70,6 +82,15 @@ def _hash(text: str) -> str:
     return hex_digest(digest(text.encode(errors="surrogatepass")))
 
 
+class _Open(NamedTuple):
+    """A call that has not ended here."""
+
+    signature: str
+    number: str
+    """Its key without the attempt."""
+    was_given_up: bool = False
+
+
 class History:
     """Counters of this rank's calls with one set of participants, one counter per signature.
 
@@ -85,39 +106,54 @@ class History:
         self._next: OrderedDict[str, int] = OrderedDict()
         self._abandoned: OrderedDict[str, int] = OrderedDict()
         """Calls that were abandoned since the last completed one: by signature, the number of the next."""
-        self._open: dict[str, tuple[str, bool]] = {}
-        """By key, each call that has not ended here: its signature, and whether this rank gave it up."""
+        self._open: dict[str, _Open] = {}
+        """By key, each call that has not ended here. Its key has no attempt until that is known."""
         self._left_over: list[tuple[float, str]] = []
         """The time and key of each abandoned call."""
 
     def begin(self, site: str) -> tuple[str, dict[str, int]]:
-        """Return the key of this call, and the calls that were abandoned since the last completed one."""
+        """Return the key of this call, still without its attempt, and the calls that were abandoned since the
+        last completed one."""
         with self._lock:
             number = self._next.pop(site, 0)  # inserted again at the end, so that the oldest is dropped first
             self._next[site] = number + 1
             if len(self._next) > _REMEMBERED:
                 self._next.popitem(last=False)
             key = f"{site}/{self.generation}.{number}"
-            self._open[key] = site, False
+            self._open[key] = _Open(site, key)
             return key, dict(self._abandoned)
+
+    def name(self, key: str, attempt: str) -> str:
+        """Return the key of a call with the name of its attempt, which is known now."""
+        with self._lock:
+            named = f"{key}/{attempt}"
+            if key in self._open:
+                self._open[named] = self._open.pop(key)
+            return named
+
+    def without_attempt(self, key: str) -> bool:
+        """Has this rank given up a call before it knew its attempt?"""
+        with self._lock:
+            return key in self._open and self._open[key].number == key
 
     def give_up(self, key: str) -> None:
         """Note that this rank went on although the call has not ended here: a thread of it is stuck."""
         with self._lock:
             if key in self._open:
-                self._open[key] = self._open[key][0], True
+                self._open[key] = self._open[key]._replace(was_given_up=True)
 
     def given_up(self) -> list[str]:
         with self._lock:
-            return [key for key, (_, gone) in self._open.items() if gone]
+            return [key for key, call in self._open.items() if call.was_given_up]
 
     def end(self, key: str, outcome: Outcome, now: float) -> list[str] | None:
         """Note how a call ended. Returns keys of abandoned calls that can be deleted; None if its end was
         noted before."""
         with self._lock:
-            site, _ = self._open.pop(key, ("", False))
-            if not site:
+            call = self._open.pop(key, None)
+            if call is None:
                 return None
+            site = call.signature
             if outcome.state == "abandoned":
                 self._abandoned[site] = self._next.get(site, 0)
                 self._left_over.append((now, key))
@@ -132,7 +168,7 @@ class History:
                     self._abandoned.pop(other, None)
             old = [left for since, left in self._left_over if now - since >= SWEEP_AFTER]
             self._left_over = [entry for entry in self._left_over if now - entry[0] < SWEEP_AFTER]
-            return [f"{left}/{name}" for left in old for name in SHARED]
+            return [name for left in old for name in _shared(left)]
 
 
 # A lane is a roster of its own, so calls on different lanes are counted apart.
@@ -153,19 +189,51 @@ def meet(context: Context, signature: CallSignature, history: History) -> Steps:
     # First, because these outcomes may change the number of this call.
     for key in history.given_up():
         yield from _learn_outcome(context, history, key)
-    # Claim the first free generation number. All ranks get the same one, because they begin together. Two
-    # threads may both see None; they claim with the same token, so both get the same number.
+    yield from _begin_life(history, context.participants, context.rank)
+    key, context.abandoned = history.begin(signature.key)
+    context.set_key(key)
+    attempt = yield from _open(context, key)
+    context.set_key(history.name(key, attempt))
+    return attempt
+
+
+def _begin_life(history: History, participants: tuple[int, ...], rank: int) -> Steps:
+    """Claim the first free generation number. All ranks get the same one, because they begin together."""
+    # Two threads may both see None; they claim with the same token, so both get the same number.
     if history.generation is None:
-        lives, number = f"life/{_hash(str(context.participants))}/{context.rank}", 0
+        lives, number = f"life/{_hash(str(participants))}/{rank}", 0
         mine = Generation(history.token)
         # These keys are never deleted: later generations on this store skip the numbers that are taken.
         while from_roster((yield Claim(f"{lives}/{number}", to_message(mine))), Generation) != mine:
             number += 1
         history.generation = number
-    key, context.abandoned = history.begin(signature.key)
-    context.set_key(key)
+
+
+def life_of(roster: Roster, participants: tuple[int, ...]) -> int:
+    """Return how often these ranks began on this lane before; for keys that belong to no call: a message
+    store may outlive its process group, with all that was said in it."""
+    history = history_of(roster, participants)
+    steps, standing = _begin_life(history, participants, roster.rank), None
+    with suppress(StopIteration):
+        while True:
+            claim = steps.send(standing)
+            assert isinstance(claim, Claim)
+            standing = roster.claim(claim.key, claim.message)
+    assert history.generation is not None
+    return history.generation
+
+
+def _open(context: Context, key: str) -> Steps:
+    """Open a call, or learn that it is open; return the name of its attempt. key: without that."""
     opened = to_message(Opened(context.rank, secrets.token_hex(6)))
-    return from_roster((yield Claim(f"{context.key}/open", opened)), Opened).attempt
+    attempt = from_roster((yield Claim(f"{key}/open", opened)), Opened).attempt
+    # It becomes a part of keys and of the names of files.
+    if not _ATTEMPT.fullmatch(attempt):
+        raise HoldfastError(
+            f"The message {key}/open names the attempt {attempt[:40]!r}, which no rank of Holdfast does.",
+            hint="See docs/security.md for who can write messages.",
+        )
+    return attempt
 
 
 def leave(context: Context, history: History) -> Steps:
@@ -190,12 +258,14 @@ def _one_less(context: Context, key: str) -> Steps:
     # The counter is atomic, so exactly one rank is the last. If a rank never comes none is, and a later
     # completed call deletes these keys (SWEEP_AFTER).
     if (yield Count(f"{key}/left")) >= len(context.participants):
-        yield Delete([f"{key}/{name}" for name in SHARED])
+        yield Delete(_shared(key))
 
 
 def _learn_outcome(context: Context, history: History, key: str) -> Steps:
     """Determine the outcome of a call that this rank gave up: claim `abandoned`, or find what was claimed
     before."""
+    if history.without_attempt(key):
+        key = history.name(key, (yield from _open(context, key)))
     gave_up = HoldfastError(f"{context.who} gave it up, and went on.", rank=context.rank)
     outcome = from_roster((yield from abandon(key, context.rank, gave_up)), Outcome)
     if history.end(key, outcome, context.clock.now()) is not None:

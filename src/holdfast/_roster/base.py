@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from holdfast._values import Message
-from holdfast.errors import RosterLost
+from holdfast.errors import HoldfastError, RosterLost
 
 
 class Roster(Protocol):
@@ -72,9 +72,35 @@ class Roster(Protocol):
         ...
 
 
+def is_foreign(error: HoldfastError) -> bool:
+    """Return whether a message was refused because no rank of this job has written it: the store answers."""
+    return bool(error.details.get("foreign"))
+
+
+def get_ours(roster: Roster, keys: Sequence[str]) -> list[Message | None]:
+    """Return the messages that are there now, as `get` does; None also for each that is not of this job. For
+    those who can go on without."""
+    try:
+        return roster.get(keys)
+    except RosterLost as error:
+        if not is_foreign(error):
+            raise
+    messages: list[Message | None] = []
+    for key in keys:
+        try:
+            messages += roster.get([key])
+        except RosterLost as error:
+            if not is_foreign(error):
+                raise
+            messages.append(None)
+    return messages
+
+
 def decode(data: bytes, key: str) -> Message:
     try:
         return msgspec.json.decode(data, type=Message)
     except (msgspec.DecodeError, ValueError) as error:
         # A store with foreign messages can't be trusted to decide a call, so it counts as lost.
-        raise RosterLost(f"The message {key!r} is not what a rank of Holdfast writes ({error}).") from None
+        raise RosterLost(
+            f"The message {key!r} is not what a rank of Holdfast writes ({error}).", details={"foreign": True}
+        ) from None

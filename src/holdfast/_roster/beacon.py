@@ -18,7 +18,7 @@ import msgspec
 
 from holdfast._deadline import Deadline, Limits
 from holdfast._heart import heart
-from holdfast._roster.base import Roster
+from holdfast._roster.base import Roster, is_foreign
 from holdfast._roster.neighbours import Watch
 from holdfast._roster.presence import Gone, Vitals, at_key, pace, see, spread
 from holdfast._roster.process import stack_dump, this_process
@@ -250,7 +250,7 @@ class Beacon:
             if is_due:
                 self.send(bounded)
             for presence in self.operations:
-                presence.look(bounded)
+                self._look(presence, bounded)
         except RosterLost as error:  # the operations themselves meet it, too, and raise it
             if error.details.get("destroyed"):
                 self._stop()
@@ -260,6 +260,13 @@ class Beacon:
             self.watch.beat(bounded)
         if is_due:
             self.answering.beat(bounded, self.watch.held_here())
+
+    def _look(self, presence: Presence, bounded: Roster) -> None:
+        try:
+            presence.look(bounded)
+        except RosterLost as error:
+            if not is_foreign(error):  # else the store answers, and the others are looked after
+                raise
 
     def _stop(self) -> None:
         """Stop for good: the process group was destroyed, and its messages are gone."""

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast._roster.base import Roster
+from holdfast._roster.base import Roster, get_ours
 from holdfast._roster.process import HELD, Identity
 from holdfast._values import Message
 from holdfast.errors import RankInfo
@@ -97,7 +97,7 @@ class Seen(NamedTuple):
 
 def see(roster: Roster, ranks: Sequence[int]) -> dict[int, Seen]:
     """Look at ranks: at what they show, and at their processes."""
-    messages = roster.base().get([key for rank in ranks for key in (at_key(rank), gone_key(rank))])
+    messages = get_ours(roster.base(), [key for rank in ranks for key in (at_key(rank), gone_key(rank))])
     pairs = zip(messages[::2], messages[1::2], strict=True)
     return {rank: judge(*pair) for rank, pair in zip(ranks, pairs, strict=True)}
 

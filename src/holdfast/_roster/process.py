@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from stat import S_ISSOCK
 from typing import NamedTuple
@@ -37,7 +37,7 @@ REST = 0.05
 _SIGNALS = range(57, 49, -1)
 """Real-time signals that are tried for `StackDump`; few programs use them."""
 _DUMP = "holdfast-stack"
-"""Name of the files in memory that stacks are written to."""
+"""Begins the names of the files in memory that stacks are written to; the number of the signal follows."""
 
 
 class Stat(NamedTuple):
@@ -195,20 +195,20 @@ class Identity(msgspec.Struct, frozen=True):
         """
         if not self.dump_signal or not self.rests():
             return ""
-        # By its default a signal ends a process: send it only to one that catches it.
+        # The message may be old, or a stranger's: what counts is that this process has such a file, and that
+        # its name has the signal for which `StackDump` has set a handler there. Most others end a process.
         caught = _status(self.pid, "SigCgt")
         if not caught or not int(caught, 16) >> (self.dump_signal - 1) & 1:
             return ""
-        # The message that names this descriptor may be old, and the descriptor another file by now.
         path = f"/proc/{self.pid}/fd/{self.dump_file}"
         try:
-            if not _is_dump(path):
+            if not _is_dump(path, self.dump_signal):
                 return ""
-            with open(path, "r+b") as file:
-                if not _is_dump(f"/proc/self/fd/{file.fileno()}"):
+            with _open_process(self.pid) as process, open(path, "r+b") as file:
+                if not self.state() or not _is_dump(f"/proc/self/fd/{file.fileno()}", self.dump_signal):
                     return ""
                 file.truncate(0)
-                os.kill(self.pid, self.dump_signal)
+                signal.pidfd_send_signal(process, self.dump_signal)
                 ends, size = time.monotonic() + DUMP_WITHIN, -1
                 while time.monotonic() < ends and (size <= 0 or os.fstat(file.fileno()).st_size != size):
                     size = os.fstat(file.fileno()).st_size
@@ -218,8 +218,18 @@ class Identity(msgspec.Struct, frozen=True):
             return ""
 
 
-def _is_dump(path: str) -> bool:
-    return os.readlink(path).startswith(f"/memfd:{_DUMP}")
+@contextmanager
+def _open_process(pid: int) -> Iterator[int]:
+    """Yield a descriptor of a process: no other process gets what is sent to it, whoever has its pid then."""
+    process = os.pidfd_open(pid)
+    try:
+        yield process
+    finally:
+        os.close(process)
+
+
+def _is_dump(path: str, number: int) -> bool:
+    return number in _SIGNALS and os.readlink(path).startswith(f"/memfd:{_DUMP}-{number} ")
 
 
 def _status(pid: int, field: str) -> str:
@@ -298,7 +308,7 @@ class StackDump:
         if not free:
             return
         with suppress(OSError, AttributeError):  # another system than Linux
-            file = os.memfd_create(_DUMP)
+            file = os.memfd_create(f"{_DUMP}-{free[0]}")
             # The reader cuts it to nothing first.
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
             faulthandler.register(free[0], file, all_threads=False)

@@ -8,12 +8,16 @@ docs/security.md says what a seal does not protect from.
 from __future__ import annotations
 
 import hmac
+import logging
 from hashlib import blake2b
 
 from holdfast.errors import RosterLost
 
+log = logging.getLogger("holdfast")
 _SIZE = 8
 _HEX = 2 * _SIZE
+TOLD = 8
+"""Foreign messages that a process warns of, at most."""
 
 
 class Seal:
@@ -22,6 +26,8 @@ class Seal:
     def __init__(self, *secrets: str) -> None:
         # Hashed first, because BLAKE2b takes a key of 64 bytes at most and HOLDFAST_SECRET may be longer.
         self._key = blake2b("\0".join(secrets).encode(), digest_size=32).digest()
+        self._foreign: set[str] = set()
+        """Keys of foreign messages that were told of."""
         self.job = self._of("job", b"").decode()
         """A name of the job, the same for all who know the secret."""
 
@@ -34,9 +40,14 @@ class Seal:
         seal, data = sealed[:_HEX], sealed[_HEX:]
         # Not `==`: its time would tell how many leading characters of a guess are right.
         if not hmac.compare_digest(seal, self._of(key, data)):
+            what = f"The message {key!r} in the store does not carry this job's seal, so it was not read."
+            # Also where the reader goes on without it: nobody would know why it hears nothing.
+            if key not in self._foreign and len(self._foreign) < TOLD:
+                self._foreign.add(key)
+                log.warning("%s Something else writes into this store; see docs/security.md.", what)
             raise RosterLost(
-                f"The message {key!r} in the message store does not carry this job's seal, so it was not "
-                f"read.",
+                what,
+                details={"foreign": True},
                 hint="Something else writes into the store of this job: another job on the same port, "
                 "another value of HOLDFAST_SECRET on some ranks, or a stranger. See docs/security.md.",
             )

@@ -155,11 +155,13 @@ class _Connections:
             # Through the store itself: worlds that share a server are told apart by the prefixes of their
             # stores.
             with _reachable("reading the job's secret"), native_call():
-                key = f"holdfast/{read_environment().incarnation}/secret"
+                environment = read_environment()
+                key = f"holdfast/{environment.incarnation}/secret"
                 drawn = self.store().compare_set(key, "", secrets.token_hex(16)).decode()
             self.prefix = f"holdfast/{Seal(drawn).job}/"
-            # The second secret is never sent, so a stranger who can read the store does not have it.
-            self._seal = Seal(drawn, read_environment().secret)
+            # The second secret is never sent, so a stranger who can read the store does not have it. If the
+            # first one of an earlier start is copied to here, nothing of that start is readable all the same.
+            self._seal = Seal(drawn, environment.secret, environment.incarnation)
         return self._seal
 
     def store(self) -> Any:
@@ -215,7 +217,7 @@ class TorchRoster:
 
     def _member(self, lane: str, patience: float | None) -> TorchRoster:
         if (lane, patience) not in self._family:
-            made = TorchRoster.__new__(TorchRoster)
+            made = type(self).__new__(type(self))
             vars(made).update(vars(self), _lane=lane, _patience=patience)
             self._family.setdefault((lane, patience), made)
         return self._family[lane, patience]

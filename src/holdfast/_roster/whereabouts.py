@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from holdfast._roster.base import Roster
+from holdfast._roster.base import Roster, get_ours
 from holdfast._roster.links import knock
 from holdfast._roster.memory import MemoryRoster
 from holdfast._roster.presence import Seen, read, see
@@ -80,7 +80,7 @@ class Answering:
         base = roster.base()
         with suppress(HoldfastError):
             ranks = [self._rank, *near]
-            questions = base.get([_question_key(rank) for rank in ranks])
+            questions = get_ours(base, [_question_key(rank) for rank in ranks])
             for rank, message in zip(ranks, questions, strict=True):
                 question = read(message, Question)
                 if question is None:
@@ -168,7 +168,7 @@ class Inquiry:
         ends = min(self._until, time.monotonic() + patience)
         while waiting:
             with suppress(HoldfastError):
-                messages = self._roster.base().get([_answer_key(rank) for rank in waiting])
+                messages = get_ours(self._roster.base(), [_answer_key(rank) for rank in waiting])
                 for rank, message in zip(waiting, messages, strict=True):
                     answer = read(message, Answer)
                     if answer is not None and self._tickets[rank] in answer.tickets:

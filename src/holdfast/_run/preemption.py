@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -19,15 +20,20 @@ from holdfast._format.digest import digest, hex_digest
 from holdfast._protocol.call import begin_call, find_participants, find_roster
 from holdfast._protocol.consensus import StepConsensus
 from holdfast._protocol.job import Job, job_of
-from holdfast._roster.base import Roster
-from holdfast.errors import RosterLost
+from holdfast._protocol.messages import StopAsked, from_roster, to_message
+from holdfast._protocol.rendezvous import life_of
+from holdfast._roster.base import Roster, is_foreign
+from holdfast.errors import HoldfastError, RosterLost
 
+log = logging.getLogger("holdfast")
 LANE = "preemption"
 ASKED = "asked"
 POLL = 0.5
 """Seconds between two checks whether another rank wants to stop."""
 
 
+LOST = 30.0
+"""Seconds after which it is told that the message store does not answer."""
 _made: WeakKeyDictionary[Roster, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 """How many `Preemption`s a roster had already, by participants: the same on all ranks."""
 
@@ -65,11 +71,13 @@ class Preemption:
         made[who] += 1  # a stop that was asked for before is not this one's
         some = digest("-".join(map(str, who)).encode())  # a list of thousands is too long for a key
         here = hex_digest(some) if len(who) < self._roster.world_size else "all"
-        self._asked = f"preemption://{ASKED}/{here}/{made[who]}"
+        self._who, self._asked = who, f"{here}/{made[who]}"
         self.reason: str | None = None
         """Which rank asked for the stop, and why; None: nobody did."""
         begin = partial(begin_call, replace(job, roster=self._roster, participants=who, timeout=budget))
-        self._consensus = StepConsensus("choice of the step to stop at", self._asked, begin)
+        self._consensus = StepConsensus(
+            "choice of the step to stop at", f"preemption://{ASKED}/{self._asked}", begin
+        )
         self._signalled: int | None = None
         self._before: dict[int, Any] = {}
         try:
@@ -127,18 +135,44 @@ class Preemption:
             self.reason = f"{why} on rank {self._roster.rank}"
 
     def _watch(self) -> None:
-        with suppress(RosterLost):  # the job is ending anyway; calls that wait for ranks report it
-            while not self._closed.is_set():
-                if self._wanted.wait(POLL) or self._signalled is not None:
-                    break
-                asked = self._roster.get([self._asked])[0]
-                if asked is not None:
-                    # The budget counts from now, up to POLL after the signal: hosts' clocks are not compared.
-                    self._deadline = Deadline(self._budget, REAL_CLOCK)
-                    self.reason = str(asked["reason"])
-                    break
+        try:
+            self._heed()
+        except HoldfastError as error:
+            # Nobody else tells of it: this rank would train on, whoever asks it to stop.
+            self._consensus.fail(error)
+
+    def _heed(self) -> None:
+        """Wait until this rank or another one is asked to stop, and propose the step to stop at."""
+        lost_since: float | None = None
+        told = False
+        while not self._closed.is_set():
+            wanted = self._wanted.wait(POLL) or self._signalled is not None
             if self._closed.is_set():
                 return
-            # First, because `propose` waits for ranks that learn of the stop by this key.
-            self._roster.claim(self._asked, {"reason": self.reason, "pid": os.getpid()})
-            self._consensus.propose()
+            try:
+                # First, because `propose` waits for ranks that learn of the stop by this key.
+                key = f"{ASKED}/{life_of(self._roster, self._who)}/{self._asked}"
+                mine = to_message(StopAsked(str(self.reason), os.getpid()))
+                message = self._roster.claim(key, mine) if wanted else self._roster.get([key])[0]
+                lost_since = None
+            except RosterLost as error:
+                # Who wants to stop must know; others can train on, and hear of it when the store is there.
+                if wanted or is_foreign(error) or error.details.get("destroyed"):
+                    raise
+                lost_since = lost_since or time.monotonic()
+                if not told and time.monotonic() - lost_since >= LOST:
+                    told = True
+                    log.warning(
+                        "The message store has not answered for %.0f s: until it does, this rank does not "
+                        "hear whether another one is to stop.",
+                        LOST,
+                    )
+                continue
+            if message is not None:
+                asked = from_roster(message, StopAsked)
+                if not wanted:
+                    # The budget counts from now, up to POLL after the signal: hosts' clocks are not compared.
+                    self._deadline = Deadline(self._budget, REAL_CLOCK)
+                    self.reason = asked.reason
+                self._consensus.propose()
+                return

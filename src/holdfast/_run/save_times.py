@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 from holdfast._protocol.call import Call
 from holdfast._protocol.consensus import StepConsensus
-from holdfast._roster.base import Roster
+from holdfast._protocol.messages import TimeIsUp, from_roster, to_message
+from holdfast._protocol.rendezvous import life_of
+from holdfast._roster.base import Roster, is_foreign
 from holdfast._store.retention import check_interval
-from holdfast.errors import RosterLost
+from holdfast.errors import HoldfastError, RosterLost
 
 log = logging.getLogger("holdfast")
 POLL = 0.5
 """Seconds between two looks whether the run was closed, while the committer's time is waited for."""
+LOST = 30.0
+"""Seconds for which the message store may be gone before the next question raises that."""
 GRACE = 5.0
 """Seconds that `close` waits for ranks that are choosing a step."""
 _rounds: WeakKeyDictionary[Roster, Counter[str]] = WeakKeyDictionary()
@@ -40,8 +44,8 @@ class SaveTimes:
         self._asked: tuple[int, bool] | None = None
         self._questions = 0
         """Steps that were asked for since the last save was due."""
-        self._ended: tuple[int, int] | None = None
-        """The rank that has closed its run before the others, and how many steps it had asked for."""
+        self._ended: TimeIsUp | None = None
+        """The word of a rank that has closed its run before the others."""
         self._consensus: StepConsensus | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
@@ -70,8 +74,8 @@ class SaveTimes:
     def _tell(self) -> None:
         """Warn, once, if another rank has closed the run and this one goes on: saves need all ranks."""
         # A rank that is only a little slower asks for no step that the other one has not asked for.
-        if self._ended is not None and self._questions > self._ended[1]:
-            rank, steps = self._ended
+        if self._ended is not None and self._questions > self._ended.asked:
+            rank, steps = self._ended.rank, self._ended.asked
             self._ended = None
             log.warning(
                 "%s: rank %d has closed its Checkpoints, %d steps after the last save, so that save_every "
@@ -94,25 +98,48 @@ class SaveTimes:
         call, closed, seconds = self._begin(), self._closed, self._every.total_seconds()
         rounds = _rounds.setdefault(call.roster, Counter())
         rounds[self._place] += 1
-        place = f"{self._place}|due|{rounds[self._place]}"
+        place, number = f"{self._place}|due|{rounds[self._place]}", rounds[self._place]
         self._questions, self._ended = 0, None
         consensus = StepConsensus(f"choice of the step to save in {self._place}", place, self._begin)
 
         def wait() -> None:
             closed.wait(seconds)
-            with suppress(RosterLost):  # calls that wait for ranks report it
-                while call.rank != call.participants[0] and not closed.is_set():
-                    if call.roster.wait(place, POLL):
-                        break
-                # The first word counts: after a rank has closed, time is up for nobody; if it was up before,
-                # that rank still has to answer.
-                mine = {"due": not closed.is_set(), "rank": call.rank, "asked": self._questions}
-                word = call.roster.claim(place, mine)
-                if word["due"]:
-                    consensus.propose()
-                elif not closed.is_set():
-                    self._ended = word["rank"], word["asked"]
+            try:
+                self._learn(call, number, closed, consensus)
+            except HoldfastError as error:
+                # Nobody else tells of it: no step would be due any more.
+                consensus.fail(error)
 
         self._consensus = consensus
         self._thread = threading.Thread(target=wait, name="holdfast-save-every", daemon=True)
         self._thread.start()
+
+    def _learn(self, call: Call, number: int, closed: threading.Event, consensus: StepConsensus) -> None:
+        """Wait for the committer's word that time is up, or give it, and propose the step to save.
+
+        Raises RosterLost if the message store is gone for `LOST` seconds, or a stranger has written there.
+        """
+        roster, lost_since = call.roster, None
+        while True:
+            try:
+                key = f"due/{life_of(roster, call.participants)}/{self._place}/{number}"
+                while call.rank != call.participants[0] and not closed.is_set():
+                    if roster.wait(key, POLL):
+                        break
+                # The first word counts: after a rank has closed, time is up for nobody; if it was up before,
+                # that rank still has to answer.
+                mine = TimeIsUp(not closed.is_set(), call.rank, self._questions)
+                word = from_roster(roster.claim(key, to_message(mine)), TimeIsUp)
+                break
+            except RosterLost as error:
+                lost_since = lost_since or time.monotonic()
+                is_over = is_foreign(error) or error.details.get("destroyed")
+                if closed.is_set():  # then nobody asks any more
+                    return
+                if is_over or time.monotonic() - lost_since >= LOST:
+                    raise
+                closed.wait(POLL)  # the end of the job may be near, and the rank with the store be first
+        if word.due:
+            consensus.propose()
+        elif not closed.is_set():
+            self._ended = word

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
 
 from holdfast import events
 from holdfast._deadline import Deadline
 from holdfast._format.columns import Columns
 from holdfast._format.index_layout import encode
-from holdfast._format.names import INDEX, WrittenFile, is_data_file
+from holdfast._format.names import INDEX, WrittenFile, data_file
 from holdfast._io.file_writer import About, Indexes
 from holdfast._io.index_file import embedded_index, open_index
 from holdfast._io.on_threads import on_threads
@@ -22,6 +26,7 @@ from holdfast._plan.agreement import check_vanished
 from holdfast._plan.merge import Merger, same_tensors
 from holdfast._protocol.messages import Final, Written
 from holdfast._store.base import VERSION_BYTES, VISIBLE_WITHIN, NotFound, Store, Unsettled, version_of
+from holdfast._values import Message
 from holdfast._version import __version__
 from holdfast.errors import (
     CommitUnconfirmed,
@@ -41,6 +46,28 @@ AT_ONCE = 0.002
 only wait for each other."""
 LOOK_AGAIN = 10.0
 """Seconds in which a commit looks for its index after a failure that the store did not explain."""
+
+
+NOT_OURS = (
+    "Something else writes into the message store of this job; see docs/security.md. Nothing was committed."
+)
+
+
+def digest_of_report(report: Message) -> str:
+    """Return a digest of what an integration reports of a rank; the rank's files have it, so that nobody else
+    can report for that rank."""
+    return blake2b(msgspec.json.encode(report), digest_size=16).hexdigest()
+
+
+class _Reported(NamedTuple):
+    """A data file as a rank reports it."""
+
+    rank: int
+    part: int
+    parts: int
+    """Files of this rank."""
+    file: WrittenFile
+    report: Message
 
 
 @cache
@@ -87,11 +114,7 @@ class Commit:
         anything is visible."""
         self._check_agreement(written)
         merger = Merger()
-        files = [(rank, file) for rank in sorted(written) for file in written[rank].files]
-        for rank, file in files:
-            # The name comes from a message: nothing outside of `data` may be opened.
-            if not is_data_file(file.name):
-                raise SaveFailed(f"{self.title}: rank {rank} reports a file named {file.name!r}.", rank=rank)
+        files = self._listed(written)
         # From storage, not from messages: only what this host can read back is committed. A part of the files
         # at a time, so that the names of all ranks are not in memory at once.
         clock, threads, start = self.deadline.clock, 1, 0
@@ -101,8 +124,8 @@ class Commit:
             read = on_threads(min(threads, len(some)), "holdfast-read-back", self._read_back, some)
             if not start and clock.now() - begun > AT_ONCE:
                 threads = READERS
-            for (rank, _), columns in zip(some, read, strict=True):
-                merger.add(rank, columns)
+            for file, columns in zip(some, read, strict=True):
+                merger.add(file.rank, columns)
                 self.tick()
             start += len(some)
         columns = merger.finish(self.tick)
@@ -155,9 +178,45 @@ class Commit:
                         hint="All ranks must save the same step of the same run.",
                     )
 
-    def _read_back(self, written: tuple[int, WrittenFile]) -> Columns:
+    def _listed(self, written: dict[int, Written]) -> list[_Reported]:
+        """Return the files that ranks report, each as what it must prove to be. A message may be late, or
+        forged: of a rank only the files count that this attempt gives it, and all of them."""
+        files: list[_Reported] = []
+        for rank in sorted(written):
+            parts = written[rank].files
+            for part, file in enumerate(parts):
+                # Nothing outside of `data` is opened, nor a file of the checkpoint that is replaced.
+                own = data_file(str(self.about["attempt"]), rank, part)
+                if file.name != own or own in self.replaced_files:
+                    raise SaveFailed(
+                        f"{self.title}: rank {rank} reports a file named {file.name!r}; this attempt "
+                        f"gives it the name {own!r}, and no older checkpoint has it.",
+                        rank=rank,
+                        hint=NOT_OURS,
+                    )
+                files.append(_Reported(rank, part, len(parts), file, written[rank].report))
+            if not parts:  # a rank without chunks has one, too
+                raise SaveFailed(f"{self.title}: rank {rank} reports no file.", rank=rank, hint=NOT_OURS)
+        return files
+
+    def _check_origin(self, reported: _Reported, about: Mapping[str, object], where: str) -> None:
+        """Raise unless a file says itself that this rank has written it in this attempt, as this part."""
+        rank, part, parts, _, report = reported
+        wanted = {"attempt": self.about["attempt"], "step": self.about["step"]}
+        wanted |= {"rank": rank, "part": part, "parts": parts}
+        wanted |= {"report": digest_of_report(report) if report else None}
+        stated = {name: about.get(name) for name in wanted}
+        if stated != wanted:
+            raise SaveFailed(
+                f"{self.title}: rank {rank} reports {where}, which says that it is of {stated}, not of "
+                f"{wanted}.",
+                rank=rank,
+                hint=NOT_OURS,
+            )
+
+    def _read_back(self, reported: _Reported) -> Columns:
         """Return the index embedded in a data file of a rank, read from storage and verified."""
-        rank, file = written
+        rank, file = reported.rank, reported.file
         where = f"{self.store.url}/{file.name}"
         clock = self.deadline.clock
         ends, ticked = clock.now() + min(VISIBLE_WITHIN, self.deadline.left()), clock.now()
@@ -165,7 +224,7 @@ class Commit:
             try:
                 with closing(self.store.open(file.name)) as reader:
                     # The embedded index verifies itself. The data is not read again, so check its size.
-                    if reader.size != file.size:
+                    if not reader.size == file.size == file.index_start + file.index_size:
                         raise CorruptCheckpoint(
                             f"{where} has {reader.size} bytes, but its rank wrote {file.size}."
                         )
@@ -173,7 +232,9 @@ class Commit:
                     # Bytes that this process has made need no check but that they are in storage.
                     if columns is None or reader.read(file.index_start, file.index_size) != sealed:
                         stop = file.index_start + file.index_size
-                        columns = embedded_index(reader, file.index_start, stop, where).embedded()
+                        index = embedded_index(reader, file.index_start, stop, where)
+                        self._check_origin(reported, index.about, where)
+                        columns = index.embedded()
                 self._check_links(columns)
             except NotFound:
                 if clock.now() >= ends:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from holdfast._format.names import WrittenFile
+from holdfast._format.names import WrittenFile, data_file
 from holdfast._io.file_writer import About, WriteRequest, discard, names_of, write_files
 from holdfast._io.old_steps import entries
 from holdfast._io.unchanged import Earlier, recall, remember
@@ -27,7 +27,7 @@ from holdfast._protocol.operation import Operation, read_state
 from holdfast._protocol.phases import TRANSITIONS
 from holdfast._saving.begin_commit import begin_commit
 from holdfast._saving.cleanup import clean_up
-from holdfast._saving.commit import Commit, is_of_attempt
+from holdfast._saving.commit import NOT_OURS, Commit, digest_of_report, is_of_attempt
 from holdfast._saving.holders import Holders, assign
 from holdfast._saving.one_at_a_time import publishing
 from holdfast._saving.request import PREVIOUS, SaveRequest
@@ -36,7 +36,7 @@ from holdfast._state.memory import CallerStreams
 from holdfast._store.base import Folder, Kind
 from holdfast._store.local import open_store
 from holdfast._values import Json
-from holdfast.errors import CommitUnconfirmed, HoldfastError, StorageError
+from holdfast.errors import CommitUnconfirmed, HoldfastError, SaveFailed, StorageError
 
 
 class SaveReport(msgspec.Struct, frozen=True):
@@ -195,6 +195,15 @@ class SaveJob:
     def write(self, assigned: Assigned | None) -> Written:
         """Write this rank's files; return what the committer is told of them."""
         request = self.request
+        # The message store names the attempt. With a name of an earlier one, what is deleted after a failure
+        # would be the files of that one.
+        if self.store.stat(own := data_file(self.attempt, self.rank, 0)) is not None:
+            raise SaveFailed(
+                f"{request.title}: rank {self.rank} is to write {own}, which another attempt has written.",
+                rank=self.rank,
+                hint=NOT_OURS,
+            )
+        report = request.report() if request.report is not None else {}
         # Only now, because the attempt has no name before the ranks have met.
         about = {
             **request.about,
@@ -204,10 +213,10 @@ class SaveJob:
             "attempt": self.attempt,
             "ranks": len(request.call.participants),
         }
+        if report:
+            about["report"] = digest_of_report(report)
         self.files = self.sink.write(self, self._holders.agreed(assigned), about)
-        return Written(
-            request.step, self.grid, self.files, request.report() if request.report is not None else {}
-        )
+        return Written(request.step, self.grid, self.files, report)
 
     def earlier(self) -> Earlier | None:
         """Return the save whose bytes need not be written again; None if all are to be written."""
