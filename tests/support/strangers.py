@@ -26,27 +26,43 @@ SEAL = 16
 """Characters of a seal, in front of a message."""
 
 
+_environment = threading.Lock()
+"""Several are made at once, on threads."""
+
+
 class Stranger:
     """Attacks two or more ranks, which are threads over one TCPStore.
 
-    secret: HOLDFAST_SECRET of the ranks, which the stranger does not know.
+    secret: HOLDFAST_SECRET of the ranks, which the stranger does not know. between: an attack on the key of
+        the job's secret, before rank 1 reads it.
     """
 
-    def __init__(self, ranks: int, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        secret: str,
+        monkeypatch: pytest.MonkeyPatch,
+        between: Callable[[Stranger, str], object] = lambda stranger, name: None,
+    ) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.keys: set[str] = set()
         """All that any rank has written, without the prefix of the job."""
+        self.seconds = 30.0
+        """Of the calls of the ranks."""
         self.faster = threading.RLock()
         """No rank reads between a write and the attack on it."""
         self._at: list[tuple[str, Attack]] = []
         self._before: list[tuple[str, Attack]] = []
-        with monkeypatch.context() as patch:
+        incarnation = read_environment().incarnation
+        key = f"holdfast/{incarnation}/secret"
+        with _environment, monkeypatch.context() as patch:
             patch.setenv("HOLDFAST_SECRET", secret)
             self.rosters = [Attacked(self, rank, ranks) for rank in range(ranks)]
-            self.job = self.rosters[0].job()
-            assert {roster.job() for roster in self.rosters} == {self.job}
-        incarnation = read_environment().incarnation
-        drawn = self.raw(f"holdfast/{incarnation}/secret")
+            self.rosters[0].job()
+            between(self, key)
+            for roster in self.rosters:
+                roster.job()
+        drawn = self.raw(key)
         assert drawn is not None
         self._seal = Seal(drawn.decode(), "", incarnation)
 
@@ -112,6 +128,10 @@ class Attacked(TorchRoster):
     def __init__(self, stranger: Stranger, rank: int, world_size: int) -> None:
         super().__init__(stranger.store, rank, world_size)
         self.stranger = stranger
+
+    @property
+    def seconds(self) -> float:
+        return self.stranger.seconds
 
     def put(self, key: str, message: Message) -> None:
         self._seen(key, lambda: super(Attacked, self).put(key, message))

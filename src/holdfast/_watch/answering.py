@@ -93,7 +93,9 @@ class Answering:
         self._pace = pace(base.world_size)
         folder = roll_call_folder()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(asked.at))
-        name = asked.folder or f"{stamp}-{number}"
+        # A message may be a stranger's: nothing is written outside of this folder.
+        is_plain = os.path.basename(asked.folder) == asked.folder and not asked.folder.startswith(".")
+        name = (asked.folder if is_plain else "") or f"{stamp}-{number}"
         self._folder = os.path.join(folder, ROLL_CALLS, name) if folder else ""
         self._part: Part | None = None
         """Of this job, in a call of several."""

@@ -18,7 +18,7 @@ from contextlib import suppress
 import msgspec
 
 from holdfast._deadline import StallTimer
-from holdfast._roster.base import Roster
+from holdfast._roster.base import Roster, get_ours
 from holdfast._roster.beacon import Presence
 from holdfast._roster.presence import Gone, Seen, Vitals, describe, see
 from holdfast._roster.process import HELD
@@ -112,8 +112,8 @@ class Monitor:
         try:
             while waiting:
                 some = waiting[:256]
-                said = self._bounded.get(
-                    [f"{self.key}/{word}/{rank}" for word in (what, "left") for rank in some]
+                said = get_ours(
+                    self._bounded, [f"{self.key}/{word}/{rank}" for word in (what, "left") for rank in some]
                 )
                 heard = {rank for rank, message in zip(some * 2, said, strict=True) if message is not None}
                 silent = [rank for rank in some if rank not in heard]
@@ -174,7 +174,7 @@ class Monitor:
     # -- on the heart's thread ------------------------------------------------------------------
 
     def _look(self, roster: Roster) -> None:
-        failed = self._bounded.get([f"{self.key}/failed"])[0]
+        failed = get_ours(self._bounded, [f"{self.key}/failed"])[0]
         if self._said_silent:
             log.warning(
                 "The message store answers again, after %.0f s.", time.monotonic() - (self._silent_since or 0)
