@@ -13,6 +13,7 @@ from holdfast.errors import BadInput
 
 CHECKS = ("auto", "full", "sample", "off")
 MiB = 1 << 20
+SECRET = "HOLDFAST_SECRET"
 INSTALL = "HOLDFAST_INSTALL"
 """The variable by which `holdfast run` tells its processes to call `holdfast.install`."""
 
@@ -124,7 +125,7 @@ def read_environment() -> Environment:
             int(env.get("LOCAL_RANK", rank)),
             (host, port) if host and port else None,
             env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            env.get("HOLDFAST_SECRET", ""),
+            env.get(SECRET, ""),
             _job_of(env),
             int(env.get("TORCHELASTIC_RESTART_COUNT") or env.get("SLURM_RESTART_COUNT") or "0"),
         )

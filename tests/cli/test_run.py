@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from holdfast._cli.run import is_torchrun_of_one_host
 
 SOURCE = Path(holdfast.__file__).parents[1]
 TRAINS = "import torch, holdfast; print('installed:', bool(holdfast.installed()))"
@@ -109,3 +110,42 @@ def test_a_process_that_trains_nothing_is_as_it_was(bare: Path, command: list[st
     for call in ([bare, *command], ["sh", "-c", f'exec "{bare}" "$@"', "sh", *command]):
         done = run(*call)
         assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+def test_ranks_of_one_torchrun_get_a_secret(tmp_path: Path) -> None:
+    """The same for all of a start, another for the next, and none over that of the user."""
+    script = tmp_path / "train.py"
+    script.write_text("import os; print('secret:' + os.environ.get('HOLDFAST_SECRET', ''), flush=True)\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    drawn = set[str]()
+    for given in ({}, {}, {"HOLDFAST_SECRET": "of the user"}):
+        done = run(*torchrun, script, **given)
+        first, second = (line for line in done.stdout.splitlines() if line.startswith("secret:"))
+        assert first == second, done.stderr
+        assert len(first) > len("secret:")
+        drawn.add(first)
+    assert len(drawn) == 3
+    assert "secret:of the user" in drawn
+
+
+@pytest.mark.parametrize(
+    ("line", "is_one"),
+    [
+        ("torchrun --nproc-per-node 8 train.py", True),
+        ("/env/bin/torchrun --nnodes=1 train.py", True),
+        ("python3 -m torch.distributed.run --nnodes 1:1 train.py", True),
+        ("torchrun --nnodes 2 train.py", False),
+        ("torchrun --nnodes=1:4 train.py", False),
+        ("torchrun --nn 2 train.py", False),
+        ("bash train.sh", False),
+        ("python train.py", False),
+        ("srun torchrun train.py", False),
+    ],
+)
+def test_a_secret_is_drawn_only_where_all_ranks_inherit_it(
+    line: str, is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PET_NNODES", raising=False)
+    assert is_torchrun_of_one_host(line.split()) is is_one
+    monkeypatch.setenv("PET_NNODES", "2")
+    assert not is_torchrun_of_one_host(line.split())

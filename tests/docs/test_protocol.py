@@ -78,7 +78,7 @@ def test_the_table_of_messages_is_what_ranks_send(tmp_path: Path) -> None:
 
     on_ranks(3, job)
     whose = (
-        (r"\A(save|load|choice|groups)/[0-9a-f]{16}/0\.\d+/", "K/"),
+        (r"\A(save|load|choice|groups)/[0-9a-f]{16}/0\.\d+/([0-9a-f]{12}/)?", "K/"),
         (r"\Alife/[0-9a-f]{16}/\d+/0\Z", "life/<participants>/<rank>/<life>"),
         (r"/\d+\Z", "/<rank>"),
     )

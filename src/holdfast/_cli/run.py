@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import click
 
 from holdfast._cli import output
-from holdfast._options import INSTALL, encode_install
+from holdfast._options import INSTALL, SECRET, encode_install
 from holdfast.errors import BadInput
 
 _PYTHON = re.compile(r"python[0-9.]*t?")
 _LETTERS = re.compile("-[A-Zabd-ln-z]+")
 """Options of Python in one word, without -c and -m."""
+_TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _IS_REACHED = 'import sys; sys.exit("holdfast._startup.sitecustomize" not in sys.modules)'
 
 
@@ -97,6 +100,8 @@ def command(
             output.say(f"export {name}={shlex.quote(value)}")
         return
     os.environ.update(variables)
+    if SECRET not in os.environ and is_torchrun_of_one_host(command_line):
+        os.environ[SECRET] = secrets.token_hex(16)
     _refuse_isolated(command_line)
     # exec replaces this process: buffered output would be lost.
     sys.stdout.flush()
@@ -105,6 +110,21 @@ def command(
         os.execvp(command_line[0], command_line)
     except OSError as error:
         raise BadInput(f"{command_line[0]!r} can't be run: {error.strerror}.") from None
+
+
+def is_torchrun_of_one_host(command_line: Sequence[str]) -> bool:
+    """Return whether a command line is torchrun's, and all ranks that it starts inherit this environment. Of
+    others that is not known: a script may start a part of a job that has more hosts."""
+    program, *words = command_line
+    as_module = any(pair[0] == "-m" and pair[1] in _TORCHRUN for pair in pairwise(words))
+    name = os.path.basename(program)
+    if name != "torchrun" and not (_PYTHON.fullmatch(name) and as_module):
+        return False
+    hosts = [os.environ.get("PET_NNODES", "1")]  # torchrun reads its options from there, too
+    for word, following in pairwise([*words, ""]):
+        if word.startswith("--nn"):  # it may be abbreviated
+            hosts.append(word.partition("=")[2] or following)
+    return all(count in ("1", "1:1") for count in hosts)
 
 
 def _refuse_isolated(command_line: Sequence[str]) -> None:
