@@ -26,6 +26,7 @@ from holdfast._format.names import INDEX
 from holdfast._io.index_file import open_index
 from holdfast._maintenance.verify import verify
 from holdfast._roster.torch_store import TorchRoster
+from holdfast._run import preemption as preemption_module
 from holdfast._run import save_times
 from holdfast._store.local import LocalStore
 from holdfast._values import Message
@@ -274,3 +275,23 @@ def test_a_number_that_the_ranks_did_not_agree_on_is_no_step(monkeypatch: pytest
         return "stopped"
 
     assert "which is no number" in on_each(train, stranger.rosters)[1]
+
+
+def test_no_thread_ends_in_silence_for_an_error_of_any_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> int:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(save_times, "life_of", broken)
+    monkeypatch.setattr(preemption_module, "life_of", broken)
+    job = holdfast.Job(roster=TorchRoster(HashStore(), 0, 1))
+    run = holdfast.Checkpoints(tmp_path, save_every=timedelta(seconds=0.01), job=job)
+    with pytest.raises(HoldfastError, match="ZeroDivisionError: a bug"):
+        due_steps(run, 30.0)
+    run.close()
+    with (
+        holdfast.Preemption(signals=(), job=job) as preemption,
+        pytest.raises(HoldfastError, match="ZeroDivisionError: a bug"),
+    ):
+        wait_until(preemption.should_stop)

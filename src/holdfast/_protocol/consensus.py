@@ -43,13 +43,15 @@ class StepConsensus:
                 raise HoldfastError(f"{self._title}: the ranks agreed on {chosen!r}, which is no number.")
             self._chosen = chosen
         # An exception on a background thread would get lost, so `reached` raises it.
-        except HoldfastError as error:
-            self._error = error
-        finally:
-            self._decided.set()
+        except Exception as error:
+            self.fail(error)
+        self._decided.set()
 
-    def fail(self, error: HoldfastError) -> None:
+    def fail(self, error: Exception) -> None:
         """Let `reached` raise an error: this rank can't learn any more whether there is something to do."""
+        if not isinstance(error, HoldfastError):
+            cause, error = error, HoldfastError(f"{self._title}: {type(error).__name__}: {error}")
+            error.__cause__ = cause
         with self._lock:
             self._announced = True
         self._error = error

@@ -23,7 +23,7 @@ from holdfast._protocol.job import Job, job_of
 from holdfast._protocol.messages import StopAsked, from_roster, to_message
 from holdfast._protocol.rendezvous import life_of
 from holdfast._roster.base import Roster, is_foreign
-from holdfast.errors import HoldfastError, RosterLost
+from holdfast.errors import RosterLost
 
 log = logging.getLogger("holdfast")
 LANE = "preemption"
@@ -137,7 +137,7 @@ class Preemption:
     def _watch(self) -> None:
         try:
             self._heed()
-        except HoldfastError as error:
+        except Exception as error:
             # Nobody else tells of it: this rank would train on, whoever asks it to stop.
             self._consensus.fail(error)
 

@@ -16,7 +16,7 @@ from holdfast._protocol.messages import TimeIsUp, from_roster, to_message
 from holdfast._protocol.rendezvous import life_of
 from holdfast._roster.base import Roster, is_foreign
 from holdfast._store.retention import check_interval
-from holdfast.errors import HoldfastError, RosterLost
+from holdfast.errors import RosterLost
 
 log = logging.getLogger("holdfast")
 POLL = 0.5
@@ -106,7 +106,7 @@ class SaveTimes:
             closed.wait(seconds)
             try:
                 self._learn(call, number, closed, consensus)
-            except HoldfastError as error:
+            except Exception as error:
                 # Nobody else tells of it: no step would be due any more.
                 consensus.fail(error)
 

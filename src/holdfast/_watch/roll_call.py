@@ -215,8 +215,10 @@ class RollCall:
         self._looks.set()
 
         def look() -> None:
-            self._waiting_call = waiting_call(folder, base.job())
-            self._looks.clear()
+            try:
+                self._waiting_call = waiting_call(folder, base.job())
+            finally:
+                self._looks.clear()
 
         start_thread(look, "holdfast-roll-call-folder")
 
