@@ -404,7 +404,9 @@ def test_a_forged_commit_is_no_success(
     class Watched(MemoryRoster):
         def claim(self, key: str, message: Any) -> Any:
             if key.endswith("/open") and when == "before it enters":
-                forge(key.removesuffix("/open"))
+                # The keys of a call contain the attempt, so he has to open the call as well.
+                MemoryRoster(0, 2, board).put(key, {"rank": 0, "attempt": "0" * 12})
+                forge(f"{key.removesuffix('/open')}/{'0' * 12}")
             return super().claim(key, message)
 
         def put(self, key: str, message: Any) -> None:
