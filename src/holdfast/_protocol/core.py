@@ -53,6 +53,7 @@ from holdfast._protocol.messages import (
     to_message,
 )
 from holdfast._protocol.rounds import act, agree, agree_on_replicas, collect, learn, own_answer, wait_for
+from holdfast._roster.base import is_foreign
 from holdfast._store.base import VISIBLE_WITHIN
 from holdfast._values import Json
 from holdfast.errors import CommitUnconfirmed, HoldfastError, RankFailed, RosterLost, from_message
@@ -159,7 +160,9 @@ def _fail(context: Context, commit: SaveActions | None, error: HoldfastError) ->
     if isinstance(error, CommitUnconfirmed):
         context.enter("unconfirmed")
         raise error
-    if isinstance(error, RosterLost):
+    # If a message is a stranger's, the store answers: the others are told, unless storage knows more.
+    can_tell = is_foreign(error) and (context.is_committer or not context.is_decidable)
+    if isinstance(error, RosterLost) and not can_tell:
         error.step, error.phase = context.step, error.phase or context.phase
         # Only storage can tell whether a save was committed. The committer alone commits, and it has not.
         if commit is None or context.is_committer or not context.is_decidable:
