@@ -229,7 +229,13 @@ def join_what_is_open(self: History, site: str) -> tuple[str, dict[str, int]]:
     """A rank that comes late skips what was abandoned, and joins the others in what they do now."""
     world = self.world  # type: ignore[attr-defined]
     number = self._next.get(site, 0)
-    while (world.board.get(f"{site}/{self.generation}.{number}/outcome") or {}).get("state") == "abandoned":
+
+    def outcome() -> dict[str, Any]:
+        key = f"{site}/{self.generation}.{number}"
+        opened = world.board.get(f"{key}/open") or {}
+        return world.board.get(f"{key}/{opened.get('attempt')}/outcome") or {}
+
+    while outcome().get("state") == "abandoned":
         number += 1
     self._next[site] = number + 1
     key = f"{site}/{self.generation}.{number}"
