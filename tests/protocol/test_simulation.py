@@ -20,7 +20,9 @@ from holdfast._protocol.effects import Claim, Context, Delete, Steps, outcome_ke
 from holdfast._protocol.liveness import PeerMonitor
 from holdfast._protocol.messages import abandoned_by
 from holdfast._protocol.rendezvous import History, _Open, _shared
-from holdfast._roster.presence import Seen
+from holdfast._roster.links import Path
+from holdfast._roster.neighbours import Neighbour
+from holdfast._roster.presence import Gone, Seen, Vitals
 from holdfast.errors import HoldfastError, RankInfo
 from tests.support import simulate as simulate_module
 from tests.support.faults import Faults
@@ -202,9 +204,113 @@ def test_the_harm_of_silence_is_looked_for_often() -> None:
         for world in worlds
         if world.limits.stall_timeout is None
         and world.faults != Faults()
-        and world.faults.harmless_within(world.timeout - 25.0)
+        and world.faults.harmless_within(world.timeout - 25.0, world.limits.lost_after)
     ]
     assert len(slow) > 15
+
+
+# -- hosts and what is between them ------------------------------------------------------------------
+
+
+def on_hosts(
+    seed: int, faults: Faults, lost_after: float = 10.0, calls: int = 1, expected: str = ""
+) -> World:
+    """Four ranks on hosts of their own, with time enough for everything. expected: the number of an invariant
+    that breaks."""
+    limits, rng = Limits(lost_after=lost_after), random.Random(seed)
+    world = World(seed, 4, 600.0, False, limits, False, faults, rng, calls=calls, durations=(0.0, 0.01))
+    broken = check(run_world(world))
+    assert {line[0] for line in broken} == set(expected), tell(world, broken)
+    return world
+
+
+def states(world: World, call: int) -> set[str]:
+    return {outcome.state for (_, number), outcome in world.outcomes.items() if number == call}
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_host_that_goes_between_calls_ends_the_next_one_after_lost_after(gone: int) -> None:
+    """Rank 0 decides the call. All call 20 s after it; nobody has been reached in this call before."""
+    for seed in range(8):
+        late = {(rank, 1): 25.0 for rank in range(4)}
+        world = on_hosts(seed, Faults(killed={gone: 5.0}, host_gone={gone}, late_call=late), calls=2)
+        assert states(world, 0) == {"committed"}
+        assert states(world, 1) == {"failed"}
+        # The verdict is there by then.
+        assert all(outcome.at < 25.0 + 5.0 for (_, call), outcome in world.outcomes.items() if call)
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+@pytest.mark.parametrize("at", [5.0, 9.0, 30.0])
+def test_a_host_that_goes_ends_waits_after_lost_after_and_a_little(gone: int, at: float) -> None:
+    for seed in range(8):
+        late = {(gone, 1): 1e6, **{(rank, 1): 8.0 for rank in range(4) if rank != gone}}
+        world = on_hosts(seed, Faults(killed={gone: at}, host_gone={gone}, late_call=late), calls=2)
+        assert states(world, 1) == {"failed"}
+        ends = [outcome.at for (_, call), outcome in world.outcomes.items() if call]
+        assert at + 9.0 <= min(ends) <= max(ends) < at + 10.0 + 6.0
+
+
+def test_a_process_that_ends_on_another_host_ends_waits_soon() -> None:
+    for seed in range(8):
+        late = {(2, 1): 1e6, **{(rank, 1): 8.0 for rank in range(4) if rank != 2}}
+        world = on_hosts(seed, Faults(killed={2: 20.0}, late_call=late), 120.0, calls=2)
+        assert max(outcome.at for (_, call), outcome in world.outcomes.items() if call) < 20.0 + 7.0
+
+
+def test_ports_that_refuse_and_ways_that_are_cut_end_nothing() -> None:
+    """One rank is late, and heard in the message store alone."""
+    for seed in range(8):
+        refused = dict.fromkeys(range(4), (5.0, 60.0))
+        cut = {(0, 1): (5.0, 60.0), (1, 2): (5.0, 60.0), (3, 1): (5.0, 60.0)}
+        for faults in (Faults(refused=refused), Faults(cut=cut), Faults(refused=refused, cut=cut)):
+            faults.late_call = {(1, 1): 40.0}
+            world = on_hosts(seed, faults, 5.0, calls=3)
+            assert {outcome.state for outcome in world.outcomes.values()} == {"committed"}
+
+
+def test_a_partition_that_heals_after_the_verdict_leaves_nothing() -> None:
+    for seed in range(8):
+        late = {(2, 1): 60.0, **{(rank, 1): 8.0 for rank in (0, 1, 3)}, (0, 2): 40.0}
+        world = on_hosts(seed, Faults(away={2: (5.0, 30.0)}, late_call=late), calls=3)
+        assert states(world, 1) == {"failed"}, "it was given up"
+        assert states(world, 2) == {"committed"}, "and is one of them again"
+
+
+def test_a_network_without_harm_is_looked_at_often() -> None:
+    worlds = [draw_world(seed) for seed in range(3_000)]
+    harmless = [
+        world
+        for world in worlds
+        if world.limits.stall_timeout is None
+        and (world.faults.refused or world.faults.cut or world.faults.away)
+        and world.faults.harmless_within(world.timeout - 25.0, world.limits.lost_after)
+    ]
+    assert len(harmless) > 15
+
+
+def look_at_the_path_alone(self: Neighbour, vitals: Any, lost_after: float, pace: float = 1.0) -> str:
+    """Takes a refused port for the end of a process, whatever the message store hears of it."""
+    self.is_there = self.link is not None and self.link.look() is Path.OPEN
+    path = self.link.look() if self.link is not None else Path.UNKNOWN
+    self.beat = vitals.beat if vitals is not None else self.beat
+    return "its process has ended" if path in (Path.ENDED, Path.REFUSED) else ""
+
+
+def is_of_for_good(self: Gone, vitals: Vitals) -> bool:
+    """Never takes a verdict back."""
+    return self.token == vitals.who.token
+
+
+def test_a_refusal_that_is_taken_for_an_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Neighbour, "look", look_at_the_path_alone)
+    refused = Faults(refused={1: (5.0, 30.0)}, late_call={(1, 1): 20.0})
+    on_hosts(1, refused, calls=2, expected="8")
+
+
+def test_a_verdict_that_is_never_taken_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gone, "is_of", is_of_for_good)
+    on_hosts(1, Faults(away={2: (5.0, 30.0)}, late_call={(2, 1): 60.0}), calls=2, expected="9")
 
 
 @pytest.mark.parametrize(("where", "name", "mutant"), MUTATIONS, ids=[name for _, name, _ in MUTATIONS])

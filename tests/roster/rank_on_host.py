@@ -1,4 +1,8 @@
-"""A rank on a host of its own: sessions that begin and end when that is written to its stdin; it tells how they ended.
+"""A rank on a host of its own: it does what is written to its stdin, and tells how that ended.
+
+session LOST_AFTER     a session, until the next line
+save LOST_AFTER STEP   one save
+see                    tells how many neighbours on other hosts can be seen, until the next line
 
 python -m tests.roster.rank_on_host store                        serves the message store
 python -m tests.roster.rank_on_host RANK WORLD HOST PORT
@@ -43,23 +47,35 @@ def live(rank: int, world: int, host: str, port: int) -> None:
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     say("ready")
-    while lost_after := sys.stdin.readline():
+    while line := sys.stdin.readline().split():
         try:
-            job = holdfast.Job(timeout=60, lost_after=float(lost_after))
-            with holdfast.session(job=job, grace=10, warm=False):
-                body()
-            say("through")
+            follow(rank, *line)
         except HoldfastError as error:
             say(f"{type(error).__name__} {error.rank} {error}")
     os._exit(0)  # peers may be gone, and the process group would wait for them
 
 
-def body() -> None:
-    """Train, until told to end; tell how many neighbours on other hosts can be seen, when that changes."""
+def follow(rank: int, what: str, lost_after: str = "60", step: str = "0") -> None:
+    job = holdfast.Job(timeout=60, lost_after=float(lost_after))
+    if what == "session":
+        with holdfast.session(job=job, grace=10, warm=False):
+            see()
+        say("through")
+    elif what == "save":
+        world = dist.get_world_size()
+        state = {"x": holdfast.Shard(torch.full((1,), float(step)), (world,), (rank,))}
+        holdfast.save(state, f"{os.environ['FOLDER']}/{step}", step=int(step), job=job)
+        say("saved", step)
+    else:
+        see()
+
+
+def see() -> None:
+    """Tell how many neighbours on other hosts can be seen, when that changes, until the next line."""
     watch, said = beacon_of(find_roster(Job())).watch, -1
     while not select.select([sys.stdin], [], [], 0.0)[0]:
-        links = [one._link for one in list(watch._neighbours.values()) if one._link is not None]
-        seen = sum(link._verified and link._socket is not None for link in links)
+        links = [one.link for one in list(watch._neighbours.values()) if one.link is not None]
+        seen = sum(link.is_up() for link in links)
         if seen != said:
             say("sees", seen)
             said = seen

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -203,6 +204,32 @@ def test_a_refusal_counts_only_where_the_token_came_before(hands: Hands) -> None
         for _ in range(3):
             assert path(hands, link) == "UNKNOWN"
         assert not ends
+
+
+def test_a_reset_is_not_the_end_of_a_process(hands: Hands) -> None:
+    """So a firewall begins to refuse; the kernel of a process that ends closes its connections in order."""
+    for linger, known in ((struct.pack("ii", 1, 0), "REFUSED"), (struct.pack("ii", 0, 0), "ENDED")):
+        server = socket.create_server(("127.0.0.1", 0))
+        with server, linked(hands, server.getsockname()[1]) as (link, ends):
+            hands.do(link.look)
+            end, _ = server.accept()
+            end.send(TOKEN.encode())
+            wait_until(lambda link=link: path(hands, link) == "OPEN")
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            server.close()
+            end.close()
+            wait_until(lambda ends=ends: ends)
+            assert path(hands, link) == known
+
+
+def test_a_connection_that_is_let_go_for_others_does_not_look_like_an_end(other: Other) -> None:
+    crowd = [socket.create_connection(("127.0.0.1", other.port), 10) for _ in range(HELD + 1)]
+    crowd[0].settimeout(10)
+    assert crowd[0].recv(100) == TOKEN.encode()
+    with pytest.raises(ConnectionResetError):
+        crowd[0].recv(100)
+    for stranger in crowd:
+        stranger.close()
 
 
 def server_at(port: int) -> socket.socket:

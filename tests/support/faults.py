@@ -31,6 +31,19 @@ class Faults:
     """Rank and call: in which action that call fails there."""
     late_call: dict[tuple[int, int], float] = field(default_factory=dict)
     """Rank and call: seconds that the rank takes until it makes the call."""
+    host_gone: set[int] = field(default_factory=set)
+    """Of `killed`: ranks that go with their hosts, so that nothing there answers any more."""
+    refused: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Since when, and for how long, a firewall refuses all ports of a rank's host but the store's."""
+    cut: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    """The same of what one rank sends another, which is dropped."""
+    away: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """The same of a host that is cut off from all others, and from the message store."""
+
+    def network_ends(self) -> float:
+        """Return when the last fault of the network is over."""
+        every = (*self.refused.values(), *self.cut.values(), *self.away.values())
+        return max((start + length for start, length in every), default=0.0)
 
     def only_failures(self) -> bool:
         """Is nothing wrong but that some calls fail on some ranks, and ranks are a moment late?"""
@@ -38,12 +51,16 @@ class Faults:
             seconds > 1.0 for seconds in (*self.late.values(), *self.late_call.values())
         )
 
-    def harmless_within(self, seconds: float) -> bool:
-        """Is every rank only late, slow or stopped, for less than so many seconds in all?"""
-        slow = replace(self, late={}, stopped={}, slow_write={}, lag=0.0, late_call={}) == Faults()
+    def harmless_within(self, seconds: float, lost_after: float = 120.0) -> bool:
+        """Is every rank only late, slow, stopped or cut off, for less than so many seconds in all, and heard or
+        reached by somebody before `lost_after` seconds are over?"""
+        same = {"late": {}, "stopped": {}, "slow_write": {}, "lag": 0.0, "late_call": {}}
+        slow = replace(self, **same, refused={}, cut={}, away={}) == Faults()  # type: ignore[arg-type]
         pauses = [*self.late.values(), *self.late_call.values(), *self.slow_write.values()]
-        pauses += [length for _, length in self.stopped.values()]
-        return slow and self.lag <= 1.0 and sum(pauses) < seconds
+        pauses += [length for _, length in (*self.stopped.values(), *self.away.values())]
+        silent = sum(length for _, length in (*self.stopped.values(), *self.away.values()))
+        heard = silent < lost_after - 3.0 or not (self.refused or self.cut or self.away)
+        return slow and heard and self.lag <= 1.0 and sum(pauses) < seconds
 
 
 def draw_faults(rng: random.Random, ranks: int, calls: int = 1) -> Faults:
@@ -87,3 +104,21 @@ def draw_faults(rng: random.Random, ranks: int, calls: int = 1) -> Faults:
         else:
             faults.lag = rng.choice([0.05, 1.0, 10.0])
     return faults
+
+
+def draw_network(rng: random.Random, ranks: int, faults: Faults, longest: float) -> None:
+    """Add what goes wrong between hosts to other faults, which are often none. longest: seconds for which a host
+    is away, at most."""
+    for rank in faults.killed:
+        if rng.random() < 0.5:
+            faults.host_gone.add(rank)
+    for _ in range(rng.choice([0, 1, 1, 2])):
+        rank, other = rng.sample(range(ranks), 2)
+        span = rng.uniform(0.0, 12.0), rng.choice([2.0, 15.0, 60.0])
+        kind = rng.randrange(3)
+        if kind == 0:
+            faults.refused[rank] = span
+        elif kind == 1:
+            faults.cut[rank, other] = span
+        elif span[1] < longest:
+            faults.away[rank] = span

@@ -2,7 +2,7 @@
 
     with Hosts(3) as hosts:
         process = hosts.start(1, [sys.executable, "-m", "tests.roster.rank_on_host", ...])
-        hosts.pull(1); hosts.plug(1); hosts.close_between(0, 1)
+        hosts.pull(1); hosts.plug(1); hosts.close_between(0, 1); hosts.refuse_between(0, 1)
 
 Needs root, or what stands for it; `reason_not` says why it does not work here.
 """
@@ -22,6 +22,10 @@ from tests.support.waiting import wait_until
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+REFUSES = "10.99.0.254"
+"""The switch itself; it refuses every connection that is sent over it."""
 
 
 @cache
@@ -57,13 +61,19 @@ class Hosts:
         try:
             _ip("netns", "add", switch)
             _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-            _ip("-n", switch, "link", "set", "bridge", "up")
+            for device in ("lo", "bridge"):
+                _ip("-n", switch, "link", "set", device, "up")
+            _ip("-n", switch, "address", "add", f"{REFUSES}/24", "dev", "bridge")
+            # It takes the addresses of hosts (`refuse_between`), but is not to be asked for them.
+            quiet = "echo 1 > /proc/sys/net/ipv4/conf/all/arp_ignore"
+            _ip("netns", "exec", switch, "sh", "-c", quiet)
             for host in range(self._count):
                 name = self.name(host)
                 _ip("netns", "add", name)
                 _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", f"p{host}", "netns", switch)
                 _ip("-n", switch, "link", "set", f"p{host}", "master", "bridge", "up")
                 _ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+                _ip("-n", switch, "address", "add", f"{self.address(host)}/32", "dev", "lo")
                 for device in ("lo", "eth0"):
                     _ip("-n", name, "link", "set", device, "up")
         except BaseException:
@@ -101,14 +111,26 @@ class Hosts:
 
     def close_between(self, one: int, other: int) -> None:
         """Let two hosts reach all others, but not each other: what they send is dropped."""
-        self._drop("add", one, other)
+        self.close_way(one, other)
+        self.close_way(other, one)
 
     def open_between(self, one: int, other: int) -> None:
-        self._drop("delete", one, other)
+        self.open_way(one, other)
+        self.open_way(other, one)
 
-    def _drop(self, verb: str, one: int, other: int) -> None:
+    def close_way(self, one: int, other: int) -> None:
+        """Drop what one host sends to another."""
+        _ip("-n", self.name(one), "route", "replace", "blackhole", f"{self.address(other)}/32")
+
+    def open_way(self, one: int, other: int) -> None:
+        """Undo `close_way` and `refuse_between`."""
+        _ip("-n", self.name(one), "route", "delete", f"{self.address(other)}/32")
+
+    def refuse_between(self, one: int, other: int) -> None:
+        """Let two hosts reach all others, but not each other: a firewall between them resets what is open,
+        and refuses what is new."""
         for here, there in ((one, other), (other, one)):
-            _ip("-n", self.name(here), "route", verb, "blackhole", f"{self.address(there)}/32")
+            _ip("-n", self.name(here), "route", "replace", f"{self.address(there)}/32", "via", REFUSES)
 
     def close(self) -> None:
         for process in self._started:

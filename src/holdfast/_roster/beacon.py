@@ -106,6 +106,7 @@ class Presence:
     def leave(self) -> None:
         """Show that the operation is over on this rank, so that errors of others can quote how it ended."""
         if self.operation:
+            self.beacon.meet(self)
             self.beacon.remove(self)
             with suppress(RosterLost):
                 self.beacon.send()
@@ -127,8 +128,7 @@ class Beacon:
         self.pace = pace(roster.world_size)
         self._due = 0.0
         """When the message is to be renewed, by the monotonic clock."""
-        self.watch = Watch(self.who, self._listens_at, self._hurry)
-        self.watch.longest_turn = max(self.watch.longest_turn, 2 * self.pace)
+        self.watch = Watch(self.who, self._listens_at, self._hurry, self.pace)
         self.answering = Answering(roster.rank)
         self.report_after = Limits().report_after
         self.ended = ""
@@ -187,7 +187,7 @@ class Beacon:
             beat = self._beats
         records = {key: presence.record() for (_, key), presence in operations.items()}
         return msgspec.to_builtins(  # type: ignore[no-any-return]
-            Vitals(who, records, last, beat, time.time(), self.ended)
+            Vitals(who, records, last, beat, time.time(), self.watch.hears(), self.ended)
         )
 
     def send(self, roster: Roster | None = None) -> None:
@@ -211,6 +211,17 @@ class Beacon:
                 self._left_with = presence.participants
         self.watch.end(presence)
         self.let_go(presence)
+
+    def meet(self, presence: Presence) -> None:
+        """Beat on after a call if a neighbour in it is on another host. Between calls, too, only who speaks
+        and can be reached can be missed."""
+        roster = self._bounded()
+        if roster is not None and presence in self._beating and self.watch not in self._beating:
+            with suppress(RosterLost):
+                self.watch.meet(presence.participants, roster)
+            if self.watch.is_far:
+                self.keep(self.watch)
+                self._hurry()  # to have a path soon
 
     def keep(self, user: object) -> None:
         """Beat for as long as `user` needs it. Raises HoldfastError if no thread can be started."""

@@ -7,6 +7,9 @@ also while the process holds the GIL or is stopped, and ends them when the proce
 An end or a refusal counts only on a path over which the token has come before: a port that a firewall closes
 looks just like one that nobody listens on.
 
+A firewall that begins to refuse later looks like that, too, but for one thing: the kernel of a process that
+ends closes its connections in order (FIN), and a firewall resets them (RST).
+
 All of this runs on the heart's thread.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum, auto
@@ -26,8 +30,12 @@ HELD = 64
 """Connections that are held open; for more, which strangers make, the oldest are closed."""
 CONNECT_WITHIN = 1.0
 """Seconds for a connection; a host that is there answers in milliseconds."""
-_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""After 10 s without data the kernel probes a connection every 5 s; after four probes it is broken."""
+_PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 6}
+"""The kernel probes a connection without data every 2 s; after six probes it is broken."""
+_UNANSWERED = 2
+"""Probes in a row without an answer, after which the other host does not answer."""
+_RESET = struct.pack("ii", 1, 0)
+"""struct linger: the connection ends by a reset, which nobody takes for the end of this process."""
 _NO_ANSWER = {None, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 """What a connection raises if the other host does not answer; None: `TimeoutError` of Python's own."""
 _BYE = b"!"
@@ -77,7 +85,9 @@ class Listener:
         connection.setblocking(False)
         self._held[connection] = None
         if len(self._held) > HELD:
-            self._let_go(next(iter(self._held)))
+            oldest = next(iter(self._held))
+            oldest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self._let_go(oldest)
         # The other side sends nothing: what can be read is its end.
         heart.on_readable(connection, lambda: self._let_go(connection))
         with suppress(OSError):
@@ -95,7 +105,9 @@ class Path(Enum):
     OPEN = auto()
     """It is there."""
     ENDED = auto()
-    """It has ended: the connection did, and its port refuses another."""
+    """It has ended: its kernel has closed the connection in order, and its port refuses another."""
+    REFUSED = auto()
+    """Its port refuses connections: it has ended, or a firewall has closed it."""
     UNREACHABLE = auto()
     """Its host does not answer."""
     UNKNOWN = auto()
@@ -111,14 +123,23 @@ class Link:
         self._received = b""
         self._verified = False
         """Whether the token has come."""
+        self._closed = False
+        """Whether a connection over which the token had come was closed in order, and none was made since."""
         self._over = False
 
     def look(self) -> Path:
         """Return what is known now; connects first, if there is no connection."""
         if self._over:
             return Path.UNKNOWN
-        path = self._connect() if self._socket is None else Path.OPEN
+        if self._socket is None:
+            path = self._connect()
+        else:
+            path = Path.UNREACHABLE if _unanswered(self._socket) >= _UNANSWERED else Path.OPEN
         return path if self._verified else Path.UNKNOWN
+
+    def is_up(self) -> bool:
+        """Return whether a connection is open over which the token has come."""
+        return self._socket is not None and self._verified
 
     def close(self) -> None:
         if self._socket is not None:
@@ -130,7 +151,7 @@ class Link:
         try:
             made = socket.create_connection(self._place, CONNECT_WITHIN)
         except ConnectionRefusedError:
-            return Path.ENDED
+            return Path.ENDED if self._closed else Path.REFUSED
         except OSError as error:
             # Any other is of this process: it has no descriptor or port left, or may not connect.
             return Path.UNREACHABLE if error.errno in _NO_ANSWER else Path.UNKNOWN
@@ -144,20 +165,29 @@ class Link:
 
     def _read(self) -> None:
         assert self._socket is not None
+        in_order = True
         try:
             data = self._socket.recv(256)
         except BlockingIOError:
             return
         except OSError:  # reset, or the probes were not answered
-            data = b""
+            data, in_order = b"", False
         self._received += data
         came = self._received.removesuffix(_BYE) == self._token
         self._verified = self._verified or came
+        if came:
+            self._closed = not data and in_order
         self._over = came and self._received.endswith(_BYE)
         if not data or self._over or len(self._received) > len(self._token) + 1:
             self.close()
             if came:  # else whoever listens there now is a stranger: the next beat is soon enough
                 self._on_end()
+
+
+def _unanswered(connection: socket.socket) -> int:
+    """Return how many probes in a row have had no answer by now."""
+    # `tcpi_probes` is the fourth byte of struct tcp_info, of linux/tcp.h.
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[3]
 
 
 def knock(address: str, port: int) -> None:

@@ -3,10 +3,13 @@
 The ranks of a circle watch the one before and the one after each of them: so every rank is watched twice,
 however many there are, and where several end at once, those at the edges are seen. Of a process of this
 machine /proc tells and a pidfd wakes the heart; to a process of another machine a connection is held open
-(`links`).
+(`links`), from its first call on.
 
-A host that does not answer may be cut off for a moment, or be overloaded: its ranks count as gone only when
-it has not answered for `lost_after` seconds in which the rank has not renewed its message either.
+A host that does not answer may be cut off for a moment, or be overloaded, and a port that refuses may have
+been closed by a firewall. So what a path shows counts only while the rank does not renew its message in the
+message store either, and no other neighbour hears it: for `lost_after` seconds, or for three messages where
+the kernel has closed the connection in order. A rank that can't reach the store judges nobody on another
+host: it may be the one that is cut off. And whoever speaks after all has not ended (`presence.Gone`).
 """
 
 from __future__ import annotations
@@ -33,6 +36,16 @@ LOST_AFTER = 120.0
 LONGEST_TURN = 5.0
 """Seconds between two looks that count towards `lost_after` at most: more is this process's own absence. In
 a large world, twice the pace of its looks."""
+MISSED = 3
+"""Messages of a rank that are missing, before it counts as silent."""
+PASSED = 8
+"""Ranks that have ended, on each side of this one, that are looked at: they may speak again."""
+RESTING = 8
+"""Neighbours of earlier circles whose connections are kept, at most."""
+KEPT = 4
+"""Circles of calls that are over in which neighbours of other hosts are watched on, at most."""
+HASTY = 20
+"""Looks in quick succession until a new neighbour of another host can be reached, at most."""
 
 
 class Neighbour:
@@ -41,7 +54,7 @@ class Neighbour:
     def __init__(self, rank: int, vitals: Vitals, store_address: str, hurry: Callable[[], None]) -> None:
         self.rank, self.vitals = rank, vitals
         self._fd = -1
-        self._link: Link | None = None
+        self.link: Link | None = None
         who = vitals.who
         if who.is_of_this_machine():
             with suppress(OSError, AttributeError):
@@ -50,12 +63,20 @@ class Neighbour:
         elif who.port:
             # A process on the store's host reaches it, and is reached, by another address from there.
             local = who.address.startswith("127.") or who.address == "::1"
-            self._link = Link(store_address if local else who.address, who.port, who.token, hurry)
+            self.link = Link(store_address if local else who.address, who.port, who.token, hurry)
         self.silent = 0.0
-        """Seconds for which its host has not answered, over a path that it has answered before."""
-        self._beat, self._looked = -1, time.monotonic()
+        """Seconds for which nothing has answered, over a path that it has answered before, and the message
+        store has not heard it."""
+        self.limit = 0.0
+        """Seconds of that after which it is gone."""
+        self.heard_by: dict[int, int] = {}
+        """Other neighbours that said at the limit that they hear it, and their `Vitals.beat` then."""
+        self.beat = -1
+        self.looked = time.monotonic()
         self.is_quiet = False
         """Has it not renewed its message between the last two looks?"""
+        self.is_there = False
+        """Did the kernel answer for its process at the last look?"""
 
     def _ended(self, hurry: Callable[[], None]) -> None:
         self._forget_fd()
@@ -65,30 +86,54 @@ class Neighbour:
         """Return whether this is a message of the same process, at the same port."""
         return (vitals.who.token, vitals.who.port) == (self.vitals.who.token, self.vitals.who.port)
 
-    def look(self, vitals: Vitals | None, lost_after: float, longest_turn: float = LONGEST_TURN) -> str:
-        """Return how its process has ended, or "". vitals: its present message, if the store has answered."""
-        beat = self._beat if vitals is None else vitals.beat
-        self.is_quiet, self._beat = beat == self._beat, beat
-        if self._link is None:
+    def look(self, vitals: Vitals | None, lost_after: float, pace: float = 1.0) -> str:
+        """Return how its process has ended, or "". vitals: its present message, if the store has answered.
+        pace: seconds between two of its messages."""
+        if vitals is not None:
+            self.is_quiet, self.beat = vitals.beat == self.beat, vitals.beat
+        if self.link is None:
             who = self.vitals.who
-            return who.how_it_ended() if who.is_of_this_machine() and not who.state() else ""
-        path = self._link.look()
+            self.is_there = who.is_of_this_machine() and bool(who.state())
+            return who.how_it_ended() if who.is_of_this_machine() and not self.is_there else ""
+        path = self.link.look()
         now = time.monotonic()
-        if path is Path.UNREACHABLE and self.is_quiet:
-            self.silent += min(now - self._looked, longest_turn)
-        else:
-            self.silent = 0.0
-        self._looked = now
+        turn, self.looked = min(now - self.looked, max(LONGEST_TURN, 2 * pace)), now
+        self.is_there = path is Path.OPEN
+        if path in (Path.OPEN, Path.UNKNOWN) or (vitals is not None and not self.is_quiet):
+            self.silent, self.heard_by = 0.0, {}
+        elif vitals is not None:
+            self.silent += turn
+        self.limit = MISSED * pace if path is Path.ENDED else max(lost_after, MISSED * pace)
+        if not self.silent or self.silent < self.limit:
+            return ""
         if path is Path.ENDED:
             return "its process has ended"
-        if self.silent >= lost_after:
-            return f"its host has not answered for {self.silent:.0f} s"
-        return ""
+        if path is Path.REFUSED:
+            return f"its port refuses connections, and nothing was heard of it for {self.silent:.0f} s"
+        return f"its host has not answered for {self.silent:.0f} s"
+
+    def rest(self) -> None:
+        """Do not count the time until the next look."""
+        self.silent, self.heard_by, self.looked = 0.0, {}, time.monotonic()
+
+    def is_heard(self, others: dict[int, Seen], pace: float) -> bool:
+        """Return whether one of the others may hear its process now. What they say counts for as long as they
+        renew it."""
+        says = {
+            rank: one.vitals.beat
+            for rank, one in others.items()
+            if one.vitals is not None and not one.ended and self.rank in one.vitals.hears
+        }
+        if any(beat > self.heard_by.get(rank, beat) for rank, beat in says.items()):
+            self.silent, self.heard_by = 0.0, {}
+            return True
+        self.heard_by = says | self.heard_by
+        return bool(says) and self.silent < self.limit + MISSED * pace
 
     def close(self) -> None:
         self._forget_fd()
-        if self._link is not None:
-            self._link.close()
+        if self.link is not None:
+            self.link.close()
 
     def _forget_fd(self) -> None:
         if self._fd >= 0:
@@ -109,18 +154,29 @@ class Watch:
     """This rank's watch over its neighbours. A part of its beacon, which does it at every beat.
 
     on_port: called with the address and port at which this process listens from now on. hurry: makes the next
-        beat come soon.
+        beat come soon. pace: seconds between two messages of a rank.
     """
 
-    def __init__(self, who: Identity, on_port: Callable[[str, int], None], hurry: Callable[[], None]) -> None:
-        self.lost_after, self.longest_turn = LOST_AFTER, LONGEST_TURN
-        self._who, self._rank, self._on_port, self._hurry = who, who.rank, on_port, hurry
+    def __init__(
+        self, who: Identity, on_port: Callable[[str, int], None], hurry: Callable[[], None], pace: float = 1.0
+    ) -> None:
+        self.lost_after = LOST_AFTER
+        self.is_far = False
+        """Has a neighbour been on another host? Then it is watched also between calls."""
+        self._who, self._rank, self._on_port, self._hurry, self._pace = who, who.rank, on_port, hurry, pace
         self._circles: dict[object, Circle] = {}
+        self._kept: dict[tuple[int, ...], None] = {}
+        """Circles of calls that are over, the latest last."""
+        self._met: set[int] = set()
+        """Ranks of which is known whether they are on another host."""
         self._neighbours: dict[int, Neighbour] = {}
+        self._resting: dict[int, Neighbour] = {}
+        """Those that are watched no more but have a connection, the latest last."""
         self._over: dict[int, Gone] = {}
         """Ranks that have ended."""
         self._untold: set[int] = set()
         """Of these, the ranks that the store has not heard of yet."""
+        self._hasty = 0
         self._listener: Listener | None = None
 
     def begin(self, user: object, ranks: Sequence[int], on_gone: Callable[[int, Gone], None]) -> None:
@@ -128,16 +184,33 @@ class Watch:
         self._circles[user] = Circle(ranks, on_gone)
 
     def end(self, user: object) -> None:
-        self._circles.pop(user, None)
+        circle = self._circles.pop(user, None)
+        if circle is not None and self.is_far:
+            ranks = tuple(circle.ranks)
+            self._kept.pop(ranks, None)
+            self._kept[ranks] = None
+            for oldest in list(self._kept)[:-KEPT]:
+                self._kept.pop(oldest, None)
+
+    def meet(self, ranks: Sequence[int], roster: Roster) -> None:
+        """Look whether the neighbours in a circle are on other hosts, unless that is known. On any thread."""
+        near, _ = self._around(self._rank, ranks)
+        if not self.is_far and not near <= self._met:
+            shown = {rank: one.vitals for rank, one in see(roster, sorted(near)).items()}
+            self._met |= {rank for rank, vitals in shown.items() if vitals is not None}
+            self.is_far = any(vitals and not vitals.who.is_of_this_machine() for vitals in shown.values())
 
     def beat(self, roster: Roster) -> None:
         """Look at the neighbours."""
-        near = self._near()
+        near, passed = self._near()
         seen: dict[int, Seen] = {}
         with suppress(RosterLost):
-            seen = see(roster, near)
-        for rank in set(self._neighbours) - set(near):
-            self._neighbours.pop(rank).close()
+            seen = see(roster, [*near, *passed])
+        for rank in passed:
+            if rank in seen and seen[rank].vitals is not None and not seen[rank].ended:
+                self._over.pop(rank)  # it has spoken again
+                self._untold.discard(rank)
+        self._let_rest(near)
         for rank in near:
             self._look_at(rank, seen.get(rank), roster)
         self._listen_if_needed(roster)
@@ -145,12 +218,17 @@ class Watch:
             for rank in list(self._untold):
                 roster.base().put(gone_key(rank), msgspec.to_builtins(self._over[rank]))
                 self._untold.discard(rank)
+        if self._hasty and any(self._is_unlinked(one) for one in self._neighbours.values()):
+            self._hasty -= 1
+            self._hurry()
 
     def close(self) -> None:
         """Stop watching; on the heart's thread."""
-        for neighbour in self._neighbours.values():
+        for neighbour in (*self._neighbours.values(), *self._resting.values()):
             neighbour.close()
         self._neighbours.clear()
+        self._resting.clear()
+        self._kept.clear()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -166,19 +244,52 @@ class Watch:
         return [rank for rank, one in near if one.is_quiet and one.vitals.who.is_of_this_machine()]
 
     def cut_off(self) -> dict[int, float]:
-        """Return the neighbours whose host does not answer now, and for how many seconds."""
+        """Return the neighbours that can't be reached now, and for how many seconds."""
         return {rank: one.silent for rank, one in list(self._neighbours.items()) if one.silent}
 
-    def _near(self) -> list[int]:
-        """Return the nearest ranks before and after this one that have not ended, in every circle."""
+    def hears(self) -> list[int]:
+        """Return the neighbours for whose processes the kernel answers, for their neighbours elsewhere."""
+        near = list(self._neighbours.items()) if self.is_far else []
+        return [rank for rank, one in near if one.is_there]
+
+    def _around(self, rank: int, ranks: Sequence[int]) -> tuple[set[int], set[int]]:
+        """Return the nearest ranks before and after one in a circle that have not ended, and those passed."""
         near: set[int] = set()
-        for circle in list(self._circles.values()):
-            ranks = sorted(circle.ranks)
-            here = bisect_left(ranks, self._rank)
-            for way in (1, -1):
-                others = (ranks[(here + way * steps) % len(ranks)] for steps in range(1, len(ranks)))
-                near |= {next((rank for rank in others if rank not in self._over), self._rank)}
-        return sorted(near - {self._rank})
+        passed: set[int] = set()
+        ranks = sorted(ranks)
+        here = bisect_left(ranks, rank)
+        for way in (1, -1):
+            others = (ranks[(here + way * steps) % len(ranks)] for steps in range(1, len(ranks)))
+            for other in others:
+                if other not in self._over:
+                    near.add(other)
+                    break
+                if len(passed) < 2 * PASSED:
+                    passed.add(other)
+        return near - {rank}, passed
+
+    def _all_circles(self) -> list[Sequence[int]]:
+        return [circle.ranks for circle in list(self._circles.values())] + list(self._kept)
+
+    def _near(self) -> tuple[list[int], list[int]]:
+        """Return the neighbours of this rank in every circle, and those between that have ended."""
+        found = [self._around(self._rank, ranks) for ranks in self._all_circles()]
+        near = {rank for some, _ in found for rank in some}
+        return sorted(near), sorted({rank for _, some in found for rank in some} - near)
+
+    def _let_rest(self, near: Sequence[int]) -> None:
+        """Keep the connections to those who are neighbours no more: they may become that again."""
+        for rank in set(self._neighbours) - set(near):
+            one = self._neighbours.pop(rank)
+            if one.link is None:
+                one.close()
+            else:
+                self._resting[rank] = one
+        for rank in list(self._resting)[:-RESTING]:
+            self._resting.pop(rank).close()
+        for rank in set(self._resting) & set(near):
+            self._neighbours[rank] = self._resting.pop(rank)
+            self._neighbours[rank].rest()
 
     def _look_at(self, rank: int, seen: Seen | None, roster: Roster) -> None:
         vitals = seen.vitals if seen is not None else None
@@ -187,29 +298,45 @@ class Watch:
             if known is not None:
                 known.close()
             known = self._neighbours[rank] = Neighbour(rank, vitals, roster.way()[1], self._hurry)
+            if not vitals.who.is_of_this_machine():
+                self.is_far, self._hasty = True, HASTY
         if vitals is not None and vitals.ended:
-            self._hear(rank, Gone(vitals.who.token, vitals.ended, clean=True))
+            self._hear(rank, Gone(vitals.who.token, vitals.ended, clean=True, beat=vitals.beat))
         elif seen is not None and seen.gone is not None:  # another neighbour was first
             self._hear(rank, seen.gone)
-        elif known is not None and (how := known.look(vitals, self.lost_after, self.longest_turn)):
+        elif known is not None and (how := known.look(vitals, self.lost_after, self._pace)):
             self._find_gone(rank, known, how, roster)
 
     def _find_gone(self, rank: int, known: Neighbour, how: str, roster: Roster) -> None:
-        latest: Seen | None = None
-        with suppress(RosterLost):  # its last word may have come after it was looked at
-            latest = see(roster, [rank])[rank]
-        if latest is not None and latest.vitals is not None and latest.vitals.ended:
-            self._hear(rank, Gone(known.vitals.who.token, latest.vitals.ended, clean=True))
-            return
         who = known.vitals.who
+        # Who watches it from its other side may have a path to it.
+        others = {
+            other for ranks in self._all_circles() if rank in ranks for other in self._around(rank, ranks)[0]
+        }
+        seen: dict[int, Seen] = {}
+        with suppress(RosterLost):  # its last word may have come after it was looked at
+            seen = see(roster, [rank, *sorted(others - {rank, self._rank})])
+        latest = seen.pop(rank, Seen()).vitals
+        if latest is not None and latest.ended:
+            self._hear(rank, Gone(who.token, latest.ended, clean=True, beat=latest.beat))
+            return
+        if known.link is not None and (
+            latest is None or latest.beat != known.beat or known.is_heard(seen, self._pace)
+        ):
+            return
         self._untold.add(rank)
-        self._hear(rank, Gone(who.token, how, who.is_of_this_machine() and who.exited_with_0()))
+        beat = known.beat if latest is None else latest.beat
+        self._hear(rank, Gone(who.token, how, who.is_of_this_machine() and who.exited_with_0(), beat))
 
     def _hear(self, rank: int, gone: Gone) -> None:
         self._over[rank] = gone
         for circle in list(self._circles.values()):
             if rank in circle.ranks:
                 circle.on_gone(rank, gone)
+
+    @staticmethod
+    def _is_unlinked(one: Neighbour) -> bool:
+        return not one.vitals.who.is_of_this_machine() and not (one.link is not None and one.link.is_up())
 
     def _listen_if_needed(self, roster: Roster) -> None:
         """Open the port, once a neighbour of another machine needs it; the next beat publishes it."""

@@ -6,7 +6,7 @@ while the rank is in an operation or in a session, also while the rank is deep i
 
 A message that is not renewed proves nothing: the process may hold the GIL, or be stopped. Whether it is
 there, the kernel says: of a process of this machine directly, of others by `gone/<rank>`, which a neighbour
-writes that can see it (`neighbours`).
+writes that can see it (`neighbours`). A process that has spoken after that has not ended.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Vitals(msgspec.Struct, frozen=True, omit_defaults=True):
     beat: int = 0
     """Others compare this count, never `wall`: clocks of hosts differ."""
     wall: float = 0.0
+    hears: list[int] = []
+    """Neighbours for whose processes the kernel answers this rank; only where some are on other hosts."""
     ended: str = ""
     """How its program has ended, in its own words; "" while it runs."""
 
@@ -69,6 +71,12 @@ class Gone(msgspec.Struct, frozen=True):
     how: str
     clean: bool = False
     """Was its exit code 0, or has it said itself that it ends?"""
+    beat: int = 0
+    """Its last `Vitals.beat` by then."""
+
+    def is_of(self, vitals: Vitals) -> bool:
+        """Return whether this is about that process, and that has not spoken since."""
+        return self.token == vitals.who.token and vitals.beat <= self.beat
 
 
 class Seen(NamedTuple):
@@ -79,7 +87,7 @@ class Seen(NamedTuple):
     ended: str = ""
     """Why it will not come any more: the kernel says so, or the rank itself; "" if it may come."""
     gone: Gone | None = None
-    """What a neighbour of it has seen."""
+    """What a neighbour of it has seen, if it has not spoken since."""
     there: bool | None = None
     """Is its process there? None: that can't be seen from here."""
     state: str = ""
@@ -109,12 +117,13 @@ def judge(at: Message | None, gone: Message | None) -> Seen:
     if vitals is None:
         return Seen()
     ended, there, state = vitals.ended, None, ""
-    if witness is not None and witness.token == vitals.who.token:
+    if witness is not None and not witness.is_of(vitals):
+        witness = None
+    if witness is not None:
         ended, there = ended or witness.how, False
     elif vitals.who.is_of_this_machine():
         state = vitals.who.state()
         ended, there = ended or ("" if state else vitals.who.how_it_ended()), bool(state)
-        witness = None
     return Seen(vitals, ended, witness, there, state)
 
 
