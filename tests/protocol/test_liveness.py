@@ -135,7 +135,9 @@ def test_silence_ends_nothing_before_the_deadline() -> None:
     for show in (silent, lambda now, rank: Seen()):
         wait = Wait(deadline=HOUR)
         assert wait.go(HOUR - 1, show) is None
-        assert type(wait.go(10, show)) is DeadlineExceeded
+        error = wait.go(10, show)
+        assert type(error) is DeadlineExceeded
+        assert ("holdfast.install()" in error.hint) == (show is not silent)
 
 
 def test_a_wait_of_hours_is_told_at_doubling_intervals_and_when_it_is_over() -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import holdfast
+from holdfast._protocol.call import find_roster
 from holdfast._protocol.job import Job
+from holdfast._roster.presence import see
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, RankFailed, RosterLost
 from tests.support.processes import ProcessWorld
 from tests.support.waiting import SLACK, ended, wait_until
@@ -69,6 +72,39 @@ def test_deadline_names_the_absent_rank(world: ProcessWorld, tmp_path: Path) -> 
     in_time(errors, 3.0)
     no_checkpoint(path)
     no_data(path)
+
+
+def install(rank: int) -> None:
+    holdfast.install(framework="megatron-core")
+
+
+def is_known(rank: int, other: int) -> bool:
+    return see(find_roster(Job()), [other])[other].vitals is not None
+
+
+def warm_up(rank: int) -> None:
+    holdfast.warm_up("all", job=Job(timeout=40.0))
+
+
+def test_who_ends_before_its_first_call_is_known_only_after_install(tmp_path: Path) -> None:
+    with ProcessWorld(4) as world:
+        world.run(install, ranks=[3])
+        # A rank that nobody has heard of.
+        world.signal(2, signal.SIGKILL)
+        job = Job(timeout=3.0, participants=(0, 1, 2))
+        world.start(save_job, str(tmp_path / "a"), 1, {"job": job}, ranks=[0, 1])
+        error = same_everywhere(errors_of(world.collect(40, [0, 1])), 2)
+        assert isinstance(error, DeadlineExceeded)
+        assert "rank 2, which has not been heard of" in error.message
+        assert "holdfast.install()" in error.hint
+        # One that has made no call either, but has installed.
+        wait_until(lambda: world.run(is_known, 3, ranks=[0]) == [True])
+        world.signal(3, signal.SIGKILL)
+        world.start(warm_up, ranks=[0, 1])
+        error = same_everywhere(errors_of(world.collect(40, [0, 1])), 2)
+        assert type(error) is RankFailed
+        assert error.rank == 3
+        assert ended(error.message)
 
 
 def test_late_rank_is_waited_for(world: ProcessWorld, tmp_path: Path) -> None:

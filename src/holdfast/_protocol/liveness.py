@@ -21,6 +21,9 @@ from holdfast.errors import DeadlineExceeded, RankFailed, RankInfo
 QUOTED = 8
 """Ranks that an error or a presence message lists."""
 NO_PART = "If they take no part on purpose, leave them out: job=holdfast.Job(participants=...)."
+UNKNOWN_BEFORE = (
+    "A rank that ends before its first call of Holdfast is noticed only after holdfast.install()."
+)
 COURTESY = 0.5
 """Seconds past the deadline that the other ranks wait for the committer, which knows best who is missing."""
 AWAY = 5.0
@@ -339,6 +342,8 @@ class PeerMonitor:
         entered = any(seen[info.rank].is_in(context.key) or seen[info.rank].ended for info in infos)
         why = "the deadline passed" if kind is DeadlineExceeded else "a rank was given up"
         whom = f"rank {infos[0].rank}" if count == 1 else f"{count} ranks"
+        unknown = any(seen[info.rank].vitals is None for info in infos)
+        hints = [context.hint, "" if entered else NO_PART, UNKNOWN_BEFORE if unknown else ""]
         return kind(
             f"{context.title} failed after {context.deadline.elapsed():.1f} s, {why} while rank "
             f"{context.rank} waited for {whom} to {what or self.what}: {shown}.",
@@ -346,7 +351,7 @@ class PeerMonitor:
             phase=context.phase,
             rank=infos[0].rank,
             missing=tuple(infos),
-            hint=context.hint if entered else f"{context.hint} {NO_PART}".lstrip(),
+            hint=" ".join(filter(None, hints)),
         )
 
 
