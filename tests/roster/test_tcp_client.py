@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ from holdfast._roster import tcp_client
 from holdfast._roster.process import sockets
 from holdfast._roster.tcp_client import TcpClient, agrees_with
 from holdfast._roster.torch_store import TorchRoster
+from holdfast.errors import RosterLost
 from tests.support.waiting import SLACK
 
 
@@ -114,3 +118,33 @@ def test_another_protocol_is_noticed_and_torchs_client_is_used(monkeypatch: pyte
     assert roster.wait("k", 1.0)
     assert store.num_keys() >= 2
     assert not roster._connections._speaks_tcp
+
+
+SERVE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_the_end_of_the_servers_process_is_told_from_a_port_that_refuses(resets: bool) -> None:
+    """A kernel closes the connections of a process that ends in order, unless it has left something unread."""
+    command = [sys.executable, "-c", SERVE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        there = TCPStore("127.0.0.1", int(process.stdout.readline()), is_master=False)
+        roster = TorchRoster(there, 0, 2).bounded()
+        roster.put("a", {})
+        assert roster.get(["a"]) == [{}]
+        if resets:
+            process.send_signal(signal.SIGSTOP)
+            roster.put("b", {})
+        process.kill()
+        process.wait(20)
+        for _ in range(2):  # the first may still find the connection open
+            with pytest.raises(RosterLost) as lost:
+                roster.get(["a"])
+        assert lost.value.details == {"refused": True, "ended": not resets}

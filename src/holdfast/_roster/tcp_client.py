@@ -65,6 +65,8 @@ class TcpClient:
         self._patience, self._received = patience, bytearray()
         self._awaited = ""
         """The key of a wait that has ended here, but not on the server."""
+        self.closed_in_order = False
+        """Has the server's kernel closed this connection, as when the process ends? A firewall resets it."""
         self._socket = socket.create_connection((host, port), patience)
         own_sockets.add(self._socket)
         self._socket.settimeout(patience)
@@ -86,7 +88,8 @@ class TcpClient:
         waiting.register(self._socket, select.POLLIN)
         try:
             # What there is to read may also be the answer to a wait that has ended here.
-            return not waiting.poll(0) or bool(self._socket.recv(1, socket.MSG_PEEK))
+            self.closed_in_order = bool(waiting.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
+            return not self.closed_in_order
         except OSError:
             return False
 
@@ -166,6 +169,7 @@ class TcpClient:
         while len(self._received) < size:
             part = self._socket.recv(1 << 16)
             if not part:
+                self.closed_in_order = True
                 raise ConnectionResetError("the server has closed the connection")
             self._received += part
         data = bytes(self._received[:size])

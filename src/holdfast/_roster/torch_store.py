@@ -42,8 +42,15 @@ CONNECTED = 10_000
 """Ranks of a larger world that connect in one second."""
 
 
+class _ServerEnded(ConnectionRefusedError):
+    """The server has closed a connection in order, and refuses another: its process has ended. A refusal
+    alone may be a firewall's."""
+
+
 class _TorchClient:
     """torch's own client, for stores other than a TCPStore; `TcpClient` says what each method does."""
+
+    closed_in_order = False
 
     def __init__(self, store: Any) -> None:
         self._store: Any = clone_store(store)
@@ -118,6 +125,8 @@ class _Connections:
         self.prefix = ""
         """Of our keys: other worlds may use the same server."""
         self._speaks_tcp: bool | None = None
+        self._was_closed = False
+        """Has the server closed a connection in order, and made none since?"""
 
     @contextmanager
     def client(self, patience: float | None) -> Iterator[_Client]:
@@ -126,13 +135,25 @@ class _Connections:
             self._pid = os.getpid()
             _close(self._idle)
         idle = self._idle.setdefault(patience, [])
-        client = _open_one(idle) or self._connect(patience)
+        client = self._open_one(idle) or self._connect(patience)
         try:
             yield client
         except BaseException:
+            self._was_closed = self._was_closed or client.closed_in_order
             client.close()
             raise
         idle.append(client)
+
+    def _open_one(self, idle: list[_Client]) -> _Client | None:
+        """Take a client whose server is there; close those of which it has closed the connection."""
+        with suppress(IndexError):  # other threads take clients, too
+            while True:
+                client = idle.pop()
+                if client.is_open():
+                    return client
+                self._was_closed = self._was_closed or client.closed_in_order
+                client.close()
+        return None
 
     def _connect(self, patience: float | None) -> _Client:
         store = self.store()
@@ -140,7 +161,11 @@ class _Connections:
         if tcp is None or self._speaks_tcp is False:
             return _TorchClient(store)
         time.sleep(self._delay)
-        client = TcpClient(tcp.host, tcp.port, patience)
+        try:
+            client = TcpClient(tcp.host, tcp.port, patience)
+        except ConnectionRefusedError as error:
+            raise (_ServerEnded(*error.args) if self._was_closed else error) from None
+        self._was_closed = False
         if self._speaks_tcp is None:
             with native_call():
                 self._speaks_tcp = agrees_with(client, tcp)
@@ -174,17 +199,6 @@ class _Connections:
                 details={"destroyed": True},
             )
         return store
-
-
-def _open_one(idle: list[_Client]) -> _Client | None:
-    """Take a client whose server is there; close those of which it has closed the connection."""
-    with suppress(IndexError):  # other threads take clients, too
-        while True:
-            client = idle.pop()
-            if client.is_open():
-                return client
-            client.close()
-    return None
 
 
 def _close(idle: dict[float | None, list[_Client]], store: object = None) -> None:
@@ -306,5 +320,8 @@ def _reachable(doing: str) -> Iterator[None]:
             f"The message store can't be reached ({doing}: {text[:200]}).",
             hint="Its host, mostly rank 0's process or the launcher, has ended; look there for the first "
             "error.",
-            details={"refused": isinstance(error, ConnectionRefusedError)},
+            details={
+                "refused": isinstance(error, ConnectionRefusedError),
+                "ended": isinstance(error, _ServerEnded),
+            },
         ) from None

@@ -21,7 +21,7 @@ from holdfast._deadline import StallTimer
 from holdfast._roster.base import Roster, get_ours
 from holdfast._roster.beacon import Presence
 from holdfast._roster.presence import Gone, Seen, Vitals, describe, see
-from holdfast._roster.process import HELD
+from holdfast._roster.process import HELD, Identity
 from holdfast._roster.whereabouts import PATIENCE, Inquiry
 from holdfast._threads import start_thread
 from holdfast._values import Message
@@ -218,25 +218,17 @@ class Monitor:
         """Note that the message store does not answer. That alone ends nothing: only the end of the rank that
         serves it."""
         self._silent_since = self._silent_since or time.monotonic()
+        silent = time.monotonic() - self._silent_since
         who = self.host.who if self.host is not None else None
-        if (
-            who is not None
-            and who.rank != self.roster.rank
-            and error.details.get("refused")
-            and not self._over
-        ):
-            here = who.is_of_this_machine()
-            # Its port refuses, and has answered before: the process behind it has ended.
-            if not here or not (who.state() or who.exited_with_0()):
-                how = who.how_it_ended() if here else "its process has ended"
-                info = describe(
-                    who.rank, Seen(self.host), time.time(), f"{how}, and the message store with it"
-                )
+        if who is not None and who.rank != self.roster.rank and not self._over:
+            how = self._how_it_ended(who, error, silent)
+            if how:
+                how = f"{how}, and the message store with it"
+                info = describe(who.rank, Seen(self.host), time.time(), how)
                 self.set_failure(
                     RankFailed(f"The session ended because of {info}.", rank=who.rank, missing=(info,))
                 )
                 return
-        silent = time.monotonic() - self._silent_since
         if silent >= self.presence.beacon.report_after and not self._said_silent:
             self._said_silent = True
             state = who.state() if who is not None and who.is_of_this_machine() else ""
@@ -246,3 +238,14 @@ class Monitor:
                 "other; training goes on.",
                 *(silent, where, f" That is {HELD[state]} (state {state})." if state in HELD else ""),
             )
+
+    def _how_it_ended(self, who: Identity, error: RosterLost, silent: float) -> str:
+        """Say how the process has ended that serves the message store; "" if it may go on."""
+        if not error.details.get("refused"):
+            return ""
+        if who.is_of_this_machine():
+            return "" if who.state() or who.exited_with_0() else who.how_it_ended()
+        watch = self.presence.beacon.watch
+        # A firewall refuses, too, but closes no connection in order.
+        sure = error.details.get("ended") or silent >= watch.lost_after
+        return "its process has ended" if sure and who.rank not in watch.hears() else ""
