@@ -203,7 +203,7 @@ def test_ports_that_a_firewall_begins_to_refuse_end_nothing(pair: tuple[Hosts, l
     for rank in ranks:
         rank.said("saved 5")
     save(ranks, 6)
-    hosts.open_between(0, 1)
+    hosts.accept_between(0, 1)
     see(ranks[0], 1)
 
 

@@ -114,23 +114,23 @@ class Hosts:
         self.close_way(one, other)
         self.close_way(other, one)
 
-    def open_between(self, one: int, other: int) -> None:
-        self.open_way(one, other)
-        self.open_way(other, one)
-
     def close_way(self, one: int, other: int) -> None:
-        """Drop what one host sends to another."""
-        _ip("-n", self.name(one), "route", "replace", "blackhole", f"{self.address(other)}/32")
+        """Lose what one host sends to another."""
+        nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+        _ip("-n", self.name(one), "neighbour", "replace", self.address(other), *nobody)
 
     def open_way(self, one: int, other: int) -> None:
-        """Undo `close_way` and `refuse_between`."""
-        _ip("-n", self.name(one), "route", "delete", f"{self.address(other)}/32")
+        _ip("-n", self.name(one), "neighbour", "delete", self.address(other), "dev", "eth0")
 
     def refuse_between(self, one: int, other: int) -> None:
         """Let two hosts reach all others, but not each other: a firewall between them resets what is open,
         and refuses what is new."""
         for here, there in ((one, other), (other, one)):
             _ip("-n", self.name(here), "route", "replace", f"{self.address(there)}/32", "via", REFUSES)
+
+    def accept_between(self, one: int, other: int) -> None:
+        for here, there in ((one, other), (other, one)):
+            _ip("-n", self.name(here), "route", "delete", f"{self.address(there)}/32")
 
     def close(self) -> None:
         for process in self._started:
