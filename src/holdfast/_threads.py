@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, cast
 
-from holdfast.errors import DeadlineExceeded, HoldfastError, NotStarted
+from holdfast.errors import DeadlineExceeded, NotStarted
 
 RAISE_LIMIT = (
     "Raise the limit of processes and threads (ulimit -u, pids.max of the container), or run fewer of them."

@@ -23,6 +23,7 @@ from holdfast._protocol.job import Job, job_of
 from holdfast._protocol.messages import StopAsked, from_roster, to_message
 from holdfast._protocol.rendezvous import life_of
 from holdfast._roster.base import Roster, is_foreign
+from holdfast._threads import start_thread
 from holdfast.errors import RosterLost
 
 log = logging.getLogger("holdfast")
@@ -86,8 +87,7 @@ class Preemption:
         except BaseException:
             self._restore_handlers()
             raise
-        self._thread = threading.Thread(target=self._watch, name="holdfast-preemption", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._watch, "holdfast-preemption", self._roster.rank)
 
     def should_stop(self) -> bool:
         """Return whether all ranks stop at this step. Call it once a step, on every participant."""

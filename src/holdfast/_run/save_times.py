@@ -16,6 +16,7 @@ from holdfast._protocol.messages import TimeIsUp, from_roster, to_message
 from holdfast._protocol.rendezvous import life_of
 from holdfast._roster.base import Roster, is_foreign
 from holdfast._store.retention import check_interval
+from holdfast._threads import start_thread
 from holdfast.errors import RosterLost
 
 log = logging.getLogger("holdfast")
@@ -111,8 +112,7 @@ class SaveTimes:
                 consensus.fail(error)
 
         self._consensus = consensus
-        self._thread = threading.Thread(target=wait, name="holdfast-save-every", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(wait, "holdfast-save-every", call.rank)
 
     def _learn(self, call: Call, number: int, closed: threading.Event, consensus: StepConsensus) -> None:
         """Wait for the committer's word that time is up, or give it, and propose the step to save.

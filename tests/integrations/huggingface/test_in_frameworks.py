@@ -17,7 +17,7 @@ from tests.integrations.huggingface import framework_jobs as jobs
 from tests.integrations.huggingface.models import TINY, edit_config, publish, rewrite, weights
 from tests.integrations.megatron.models import Layout
 from tests.support.processes import ProcessWorld
-from tests.support.versions import lacks_mbridge, refuses_unheard_of
+from tests.support.third_parties import lacks_mbridge, refuses_unheard_of
 
 pytest.importorskip("transformers")
 FRAMEWORKS = {"mbridge": "mbridge", "megatron-bridge": "megatron.bridge", "mcore-bridge": "mcore_bridge"}

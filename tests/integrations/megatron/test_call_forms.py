@@ -20,7 +20,7 @@ from holdfast._integrations.megatron.patches import PLANNED_BY
 from tests.integrations.megatron.cpu import use_cpu
 from tests.integrations.megatron.jobs import SOON, children_allowed
 from tests.support.processes import ProcessWorld
-from tests.support.versions import version_of
+from tests.support.third_parties import version_of
 
 VERSION, NUMBERS = version_of("megatron-core")
 RANKS = 2

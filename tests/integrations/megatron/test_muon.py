@@ -18,7 +18,7 @@ from holdfast.errors import HoldfastError
 from tests.integrations.megatron.jobs import JOB, children_allowed, load_into, state_of, storable, training
 from tests.integrations.megatron.models import Layout, Recipe, Training
 from tests.support.processes import ProcessWorld
-from tests.support.versions import lacks_muon
+from tests.support.third_parties import lacks_muon
 
 pytestmark = pytest.mark.skipif(bool(lacks_muon()), reason=lacks_muon())
 
