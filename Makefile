@@ -76,8 +76,8 @@ bench: $(VENV)/.bench  ## the figures in docs/benchmarks.md, peers measured in t
 soak: $(VENV)/.ready  ## long runs: more simulated schedules, more faults
 	$(BIN)/python -m pytest -m soak
 
-matrix:  ## every supported Python, the oldest and the newest torch and megatron-core: docs/tested.md
-	$(PYTHON) tools/matrix.py --page docs/tested.md
+matrix:  ## every supported Python, the oldest and the newest torch and megatron-core: docs/tested.md; ONLY="newest torch"
+	$(PYTHON) tools/matrix.py $(if $(ONLY),--only "$(ONLY)")
 
 clean:
 	rm -rf .venv .venv-* demo-out site dist

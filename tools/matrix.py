@@ -1,7 +1,7 @@
 """Run tests on every supported Python, and with the oldest and the newest torch and megatron-core that are supported.
 
-`make matrix` runs all of it and writes docs/tested.md. `.ci/run` gives `--within`: what would take longer is left out, and named.
-Needs nothing but Python; each environment is a folder `.venv-...` that stays for the next time.
+`make matrix` runs all of it, notes the results in tools/tested.json and writes docs/tested.md. `.ci/run` gives `--within`: what would
+take longer is left out, and named. Needs nothing but Python; each environment is a folder `.venv-...` that stays for the next time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "tools/tested.json", ROOT / "docs/tested.md"
 PYTHONS = ("3.11", "3.12", "3.13")
 """Supported; the last one that is found runs the whole suite."""
 LIFE = (
@@ -50,15 +51,6 @@ class Environment:
     torch: str = ""
     """`oldest` or `newest`: that torch, without frameworks. Otherwise all that `make test` installs."""
     megatron: str = "oldest"
-    has: dict[str, str] = field(default_factory=dict)
-    """Versions of packages; filled in by the run, as all that follows."""
-    counts: Counter[str] = field(default_factory=Counter)
-    skipped: Counter[str] = field(default_factory=Counter)
-    """Tests by the reason why they were skipped."""
-    took: float = 0.0
-    """Seconds, of the tests alone."""
-    said: str = ""
-    """Why it did not run."""
 
     @property
     def venv(self) -> str:
@@ -70,14 +62,37 @@ class Environment:
         return f".venv-{self.python}{more}"
 
 
+@dataclass
+class Result:
+    """How the tests of an environment ended."""
+
+    on: str
+    """The day."""
+    versions: tuple[str, str, str]
+    """Of Python, torch and megatron-core."""
+    passed: int = 0
+    skipped: int = 0
+    failed: int = 0
+    minutes: float = 0.0
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Why tests were skipped, and how many for that."""
+
+
 def environments(newest: str) -> list[Environment]:
     """Return all, the most telling first."""
+    others = [version for version in PYTHONS if version not in (newest, "3.12")]
     return [
-        Environment("the whole suite", newest, ("tests",), 32),
-        Environment("life of the process, frameworks", "3.12", (*LIFE, *FRAMEWORKS), 22, megatron="newest"),
-        *(Environment("life of the process", one, LIFE, 9) for one in PYTHONS if one not in (newest, "3.12")),
-        Environment("what needs no newer torch", "3.11", PORTABLE, 10, torch="oldest"),
-        Environment("what needs no newer torch", newest, PORTABLE, 10, torch="newest"),
+        Environment(f"the whole suite: Python {newest}", newest, ("tests",), 32),
+        Environment(
+            "the life of a process, frameworks: Python 3.12, newest megatron-core",
+            "3.12",
+            (*LIFE, *FRAMEWORKS),
+            22,
+            megatron="newest",
+        ),
+        *(Environment(f"the life of a process: Python {one}", one, LIFE, 9) for one in others),
+        Environment("all that needs no newer torch: oldest torch", "3.11", PORTABLE, 10, torch="oldest"),
+        Environment("all that needs no newer torch: newest torch", newest, PORTABLE, 10, torch="newest"),
     ]
 
 
@@ -99,94 +114,89 @@ def newest() -> str:
     return next(version for version in reversed(PYTHONS) if find(version))
 
 
-def install(one: Environment, python: str) -> str:
-    """Make its environment, if it is not there; return what failed, or ""."""
+def install(one: Environment, python: str) -> bool:
+    """Make an environment, if it is not there; return whether it could be made."""
     ready = ROOT / one.venv / ".ready"
-    if one.torch:
-        if ready.exists():
-            return ""
-        binary = f"{one.venv}/bin/python"
-        pip = [binary, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    pip = [f"{one.venv}/bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    commands = [
+        ["make", f"VENV={one.venv}", f"PYTHON={python}", f"MEGATRON={one.megatron}", f"{one.venv}/.ready"]
+    ]
+    if one.torch and ready.exists():
+        commands = []
+    elif one.torch:
         commands = [
             [python, "-m", "venv", one.venv],
             [*pip, "pip>=25.1"],
             [*pip, "--group", f"torch-{one.torch}", "-e", ".", "--group", "test"],
         ]
-    else:
-        commands = [
-            ["make", f"VENV={one.venv}", f"PYTHON={python}", f"MEGATRON={one.megatron}", f"{one.venv}/.ready"]
-        ]
-    for command in commands:
-        code = subprocess.run(command, cwd=ROOT).returncode
-        if code:
-            return f"could not be installed: {' '.join(command)} ended with {code}"
+    if any(subprocess.run(command, cwd=ROOT).returncode for command in commands):
+        return False
     ready.touch()
-    return ""
+    return True
 
 
-def run(one: Environment, limit: float | None) -> None:
-    """Run its tests and note how they ended."""
-    python = str(ROOT / one.venv / "bin/python")
+def run(one: Environment, limit: float | None) -> Result | None:
+    """Run the tests of an environment; None if they did not end within `limit` seconds."""
+    python, report = str(ROOT / one.venv / "bin/python"), ROOT / one.venv / "report.xml"
+    names = "torch", "megatron-core"
     code = "import importlib.metadata as m, json, platform; has = {d.name: d.version for d in m.distributions()}; "
-    code += "print(json.dumps({'python': platform.python_version(), **has}))"
-    one.has = json.loads(subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
-    report = ROOT / one.venv / "report.xml"
+    code += f"print(json.dumps([platform.python_version(), *(has.get(name, 'none') for name in {names})]))"
+    versions = json.loads(subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
     report.unlink(missing_ok=True)
-    started = time.monotonic()
-    workers = os.environ.get("WORKERS", "3")
-    command = [python, "-m", "pytest", "-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
-    command += ["--max-worker-restart", "0", "-m", "not soak and not gpu", f"--junitxml={report}", *one.tests]
+    command = [python, "-m", "pytest", "-n", os.environ.get("WORKERS", "3"), "--dist", "loadfile"]
+    command += ["--no-loadscope-reorder", "--max-worker-restart", "0", "-m", "not soak and not gpu"]
+    began = time.monotonic()
     try:
-        done = subprocess.run(command, cwd=ROOT, timeout=limit)
+        done = subprocess.run([*command, f"--junitxml={report}", *one.tests], cwd=ROOT, timeout=limit)
     except subprocess.TimeoutExpired:
-        one.said = f"did not end within {limit:.0f} s"
-        return
-    one.took = time.monotonic() - started
-    if report.exists():
-        _read(one, report)
-    if done.returncode and not one.counts["failed"]:
-        one.counts["failed"] = 1  # a worker that has ended, or nothing collected
+        return None
+    result = Result(str(date.today()), versions, minutes=round((time.monotonic() - began) / 60, 1))
+    reasons: Counter[str] = Counter()
+    for suite in ElementTree.parse(report).iter("testsuite") if report.exists() else ():
+        result.failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        result.skipped += int(suite.get("skipped", 0))
+        result.passed += int(suite.get("tests", 0))
+        reasons.update(str(case.get("message")) for case in suite.iter("skipped"))
+    result.passed -= result.failed + result.skipped
+    result.reasons = dict(sorted(reasons.items()))
+    if done.returncode and not result.failed:
+        result.failed = 1  # a worker has ended, or nothing was collected
+    return result
 
 
-def _read(one: Environment, report: Path) -> None:
-    for suite in ElementTree.parse(report).iter("testsuite"):
-        failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-        skipped = int(suite.get("skipped", 0))
-        one.counts += Counter(
-            failed=failed, skipped=skipped, passed=int(suite.get("tests", 0)) - failed - skipped
-        )
-        for case in suite.iter("skipped"):
-            one.skipped[str(case.get("message"))] += 1
-
-
-def page(ran: list[Environment]) -> Iterator[str]:
+def page(results: dict[str, Result]) -> Iterator[str]:
     """Yield the lines of docs/tested.md."""
     yield "# What was run on what"
     yield ""
-    yield f"Written by `make matrix` on {date.today()}, on Linux with {os.cpu_count()} cores and no GPU. `.ci/run` runs the same for"
-    yield "each change, as far as its time goes. Python 3.14 was not tried. torch is as PyPI ships it for the CUDA of its release,"
-    yield "unless its version ends with `+cpu`."
+    yield "Written by `make matrix`, on Linux with two cores and no GPU. `.ci/run` runs the same for each change, as far as its time"
+    yield "goes. Python 3.14 was not tried. torch is as PyPI ships it, with CUDA, unless its version ends with `+cpu`."
     yield ""
-    yield "| Python | torch | megatron-core | tests | passed | skipped | failed | minutes |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for one in ran:
-        has, counts = one.has, one.counts
-        if one.said:
-            yield f"| {one.python} | | | {one.title} | not run: {one.said} | | | |"
-            continue
-        versions = f"| {has['python']} | {has['torch']} | {has.get('megatron-core', 'none')} | {one.title} "
-        yield f"{versions}| {counts['passed']} | {counts['skipped']} | {counts['failed']} | {one.took / 60:.0f} |"
+    yield "| tests | Python | torch | megatron-core | passed | skipped | failed | minutes | on |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for title, one in results.items():
+        counts = f"{one.passed} | {one.skipped} | {one.failed} | {one.minutes:.0f}"
+        yield f"| {title.partition(':')[0]} | {' | '.join(one.versions)} | {counts} | {one.on} |"
     yield ""
     yield "## What was skipped"
-    yield ""
-    for one in ran:
-        if one.skipped:
-            yield f"Python {one.has['python']}, torch {one.has['torch']}, {one.title}:"
-            yield ""
-            for reason, count in sorted(one.skipped.items()):
+    for title, one in results.items():
+        if one.reasons:
+            yield f"\n{title.partition(':')[0]}, Python {one.versions[0]}, torch {one.versions[1]}:\n"
+            for reason, count in one.reasons.items():
                 text = re.sub(r"([|_*<>])", r"\\\1", reason)
                 yield f"- {count} x {text}"
-            yield ""
+
+
+def note(title: str, result: Result, order: list[str]) -> None:
+    """Keep a result, and write the page of all that are kept."""
+    kept = (
+        {name: Result(**values) for name, values in json.loads(RESULTS.read_text()).items()}
+        if RESULTS.exists()
+        else {}
+    )
+    kept[title] = result
+    kept = {name: kept[name] for name in order if name in kept}
+    RESULTS.write_text(json.dumps({name: asdict(one) for name, one in kept.items()}, indent=1) + "\n")
+    PAGE.write_text("\n".join(page(kept)) + "\n")
 
 
 def main() -> int:
@@ -194,44 +204,48 @@ def main() -> int:
     parser.add_argument(
         "--newest", action="store_true", help="print the newest supported Python that is found, and end"
     )
+    parser.add_argument("--only", default="", help="run environments whose title contains this")
     parser.add_argument(
         "--without-suite", type=float, metavar="SECONDS", help="the suite has run, and took this long"
     )
-    parser.add_argument("--within", type=float, metavar="SECONDS", help="leave out what would take longer")
-    parser.add_argument("--page", type=Path, help="write this page")
+    parser.add_argument(
+        "--within", type=float, metavar="SECONDS", help="leave out what would take longer; note nothing"
+    )
     given = parser.parse_args()
     if given.newest:
         print(find(newest()))
         return 0
-    wanted, slowness, began = environments(newest()), 1.0, time.monotonic()
+    wanted, slowness, began, failed = environments(newest()), 1.0, time.monotonic(), False
+    order = [one.title for one in wanted]
     if given.without_suite is not None:
         slowness = max(1.0, given.without_suite / 60 / wanted.pop(0).minutes)
+
+    def left() -> float | None:
+        return None if given.within is None else given.within - (time.monotonic() - began)
+
     for one in wanted:
-        left = None if given.within is None else given.within - (time.monotonic() - began)
-        python = find(one.python)
+        if given.only not in one.title:
+            continue
+        seconds, python = left(), find(one.python)
+        takes = one.minutes * slowness * 60
+        result, said = None, ""
         if not python:
-            one.said = "no such Python was found"
-        elif left is not None and left < one.minutes * 60 * slowness:
-            one.said = (
-                f"it takes about {one.minutes * slowness:.0f} minutes, and {max(left, 0) / 60:.0f} were left"
-            )
+            said = f"no Python {one.python} was found"
+        elif seconds is not None and seconds < takes:
+            said = f"it takes about {takes / 60:.0f} minutes, and {max(seconds, 0) / 60:.0f} are left"
+        elif not install(one, python):
+            said = "it could not be installed"
         else:
-            print(
-                f"== {one.title}: Python {one.python}, torch {one.torch or 'of constraints.txt'}", flush=True
-            )
-            one.said = install(one, python)
-            if one.said:
-                one.counts["failed"] = 1
-            else:
-                run(one, None if given.within is None else given.within - (time.monotonic() - began))
-        if one.said:
-            print(
-                f"not run: {one.title}, Python {one.python}, torch {one.torch or 'of constraints.txt'}: {one.said}",
-                flush=True,
-            )
-    if given.page is not None:
-        (ROOT / given.page).write_text("\n".join(page(wanted)).rstrip() + "\n")
-    return int(any(one.counts["failed"] for one in wanted))
+            print(f"== {one.title}", flush=True)
+            result = run(one, left())
+            said = "" if result else "it did not end in time"
+        if said:
+            print(f"== not run: {one.title}: {said}", flush=True)
+        elif result is not None and given.within is None:
+            note(one.title, result, order)
+        # In CI a Python that is not there, a registry that does not answer, and a slow machine fail no change.
+        failed = failed or (result is not None and result.failed > 0) or (bool(said) and given.within is None)
+    return int(failed)
 
 
 if __name__ == "__main__":

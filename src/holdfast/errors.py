@@ -33,6 +33,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from holdfast._ready import ready
+
 
 class RankInfo(msgspec.Struct, frozen=True):
     """Where a rank was when it was last heard of."""
@@ -224,7 +226,7 @@ def _rebuild(kind: type[HoldfastError], message: dict[str, Any]) -> HoldfastErro
     missing = []
     for info in message.get("missing") or ():
         try:
-            missing.append(msgspec.convert(info, RankInfo))
+            missing.append(msgspec.convert(info, ready(RankInfo)))
         except msgspec.ValidationError:
             continue  # written by another version; the error's message still says it
     # Each field is converted: a sender of another version, or a stranger, may have written it.

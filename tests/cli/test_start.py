@@ -91,10 +91,10 @@ DATA = {"holdfast._io.file_reader", "holdfast._format.objects"}
 @pytest.mark.parametrize(
     ("command", "most", "unwanted"),
     [
-        ("--help", 120, {"numpy", "msgspec", "holdfast._store", "holdfast.errors"}),
-        ("latest", 155, {"numpy", "holdfast._format.index"}),
-        ("inspect", 280, DATA),
-        ("inspect an object", 295, set()),
+        ("--help", 24, {"numpy", "msgspec", "holdfast._store", "holdfast.errors"}),
+        ("latest", 50, {"numpy", "holdfast._format.index"}),
+        ("inspect", 160, DATA),
+        ("inspect an object", 176, set()),
     ],
 )
 def test_what_is_imported_at_the_start(
@@ -110,7 +110,9 @@ def test_what_is_imported_at_the_start(
     )
     modules = set(done.stderr.split())
     assert not modules & (NEVER | unwanted)
-    assert len(modules) <= most, (len(modules), sorted(modules))
+    # Python's own say nothing: each version has others.
+    found = {name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert len(found) <= most, (len(found), sorted(found))
 
 
 def test_table_of_commands_is_that_of_the_modules(run: Run) -> None:

@@ -18,6 +18,7 @@ from holdfast._integrations.frameworks import FRAMEWORKS
 from tests.docs.pages import RECIPES, ROOT, code, text, without_code
 from tests.docs.shell import environment, run_commands
 from tests.support.processes import ProcessWorld
+from tests.support.third_parties import needs
 
 SECTIONS = (
     "The line",
@@ -176,7 +177,7 @@ def test_commands_on_a_recipe_run(page: str, block: str, checkpoint: Path, tmp_p
         assert (tmp_path / target / ".metadata").exists()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+@needs("ray", "verl")
 def test_rays_workers_install(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The two ways on the pages of verl and NeMo RL: a hook of Ray's, and the environment."""
     page = text("docs/recipes/verl.md")

@@ -76,10 +76,10 @@ def test_bad_input() -> None:
 
 
 def test_several_frameworks_at_once() -> None:
-    holdfast.install(["verl", "ms-swift"])
+    holdfast.install(["lightning", "ms-swift"])
     try:
         names = [found.name for found in holdfast.installed()]
-        assert {"verl", "ms-swift", "megatron-core", "torch-dcp"} <= set(names)
+        assert {"lightning", "ms-swift", "megatron-core", "torch-dcp"} <= set(names)
     finally:
         holdfast.uninstall()
 

@@ -7,7 +7,6 @@ another, and the order is that of a bad day.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import secrets
 import shutil
@@ -24,14 +23,12 @@ import pytest
 
 from tests.integrations.megatron.models import Layout
 from tests.integrations.ray_jobs import Idle, Trainer
+from tests.support.third_parties import needs
 from tests.support.waiting import ended, wait_until
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("ray", "transformers", "tensordict")),
-        reason="needs ray, and transformers and tensordict, which verl imports",
-    ),
+    needs("ray", "verl", "transformers", "tensordict"),
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
 TRAINERS, SPECTATORS, STALL = 4, 2, 6.0

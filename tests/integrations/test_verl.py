@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -13,11 +12,10 @@ from holdfast._options import Options
 from tests.integrations.megatron.models import Layout
 from tests.integrations.verl_jobs import save_and_load, save_without
 from tests.support.processes import ProcessWorld
+from tests.support.third_parties import needs
 from tests.support.waiting import SLACK
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="verl imports transformers"
-)
+pytestmark = needs("verl", "transformers")
 RANKS, ABSENT = 4, 3
 HOME, OTHER = Layout(tp=2, ep=2), Layout(pp=2, ep=2)
 

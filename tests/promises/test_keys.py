@@ -251,7 +251,8 @@ class Key:
 
 
 def gone(message: Message) -> Message:
-    return {"token": message["who"]["token"], "how": "forged", "clean": False}
+    # Of after all that the rank will have said: a sign of life refutes an earlier one.
+    return {"token": message["who"]["token"], "how": "forged", "clean": False, "beat": 1 << 60}
 
 
 ROWS = {

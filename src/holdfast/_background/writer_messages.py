@@ -16,6 +16,7 @@ from holdfast._layout.box import Box
 from holdfast._layout.deferred_offset import DeferredOffset
 from holdfast._layout.tensor import TensorSpec
 from holdfast._options import Options
+from holdfast._ready import ready
 
 _HEAD = struct.Struct("<Q")
 
@@ -91,7 +92,7 @@ class Wire:
 
     def __init__(self, sock: socket.socket, kind: Any) -> None:
         self.socket = sock
-        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._decoder = msgspec.msgpack.Decoder(ready(kind))
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: ToWriter | FromWriter, fd: int | None = None) -> None:

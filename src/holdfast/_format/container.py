@@ -18,6 +18,7 @@ import msgspec
 from holdfast._collector import collector_paused
 from holdfast._format.limits import DATA_HEADER_BYTES, bounded_memory, check_size
 from holdfast._layout.tensor import Dims
+from holdfast._ready import ready
 from holdfast._values import shortened
 from holdfast.errors import BadInput, CorruptCheckpoint
 
@@ -128,10 +129,10 @@ def _parsed(text: bytes, where: str) -> tuple[dict[str, HeaderEntry], dict[str, 
         values = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
-        metadata = msgspec.convert(values.pop("__metadata__", {}), dict[str, str])
+        metadata = msgspec.convert(values.pop("__metadata__", {}), ready(dict[str, str]))
         # json takes lone surrogates, which are in no text that can be written.
         "".join((*values, *metadata, *metadata.values())).encode()
-        return msgspec.convert(values, dict[str, HeaderEntry]), metadata
+        return msgspec.convert(values, ready(dict[str, HeaderEntry])), metadata
     # RecursionError: json recurses into nested brackets. The message is cut, because it may quote a name,
     # which may be as long as the header.
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
@@ -145,13 +146,13 @@ def _quickly_parsed(text: bytes) -> tuple[dict[str, HeaderEntry], dict[str, str]
 
     The slow way takes 15 times as long, and three times the memory.
     """
-    raw = bytes(msgspec.json.decode(text, type=_HeaderMetadata).raw)
+    raw = bytes(msgspec.json.decode(text, type=ready(_HeaderMetadata)).raw)
     first = b'{"__metadata__":' + raw
     if raw and not text.startswith(first):
         return None
     rest = b"{" + text[len(first) + text.startswith(b",", len(first)) :] if raw else text
-    entries = msgspec.json.decode(rest, type=dict[str, HeaderEntry])
-    metadata = msgspec.json.decode(raw, type=dict[str, str]) if raw else {}
+    entries = msgspec.json.decode(rest, type=ready(dict[str, HeaderEntry]))
+    metadata = msgspec.json.decode(raw, type=ready(dict[str, str])) if raw else {}
     # Each object has its own brace, each pair its own colon; there are more if a name occurs twice.
     if rest.count(b"{") != 1 + len(entries) or rest.count(b":") != 4 * len(entries):
         return None

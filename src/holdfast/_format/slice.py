@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from holdfast._ready import ready
 from holdfast._values import shortened
 from holdfast.errors import CorruptCheckpoint
 
@@ -41,7 +42,7 @@ class Origin(msgspec.Struct, frozen=True):
 def read_origin(about: Mapping[str, object], where: str) -> Origin:
     """Return the origin in an index's `about`; CorruptCheckpoint if there is none."""
     try:
-        origin = msgspec.convert(about.get(ABOUT), Origin)
+        origin = msgspec.convert(about.get(ABOUT), ready(Origin))
     except msgspec.ValidationError as error:
         raise CorruptCheckpoint(
             f"{where} does not say what it was fetched from: {shortened(str(error))}."

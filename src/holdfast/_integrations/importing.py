@@ -24,6 +24,7 @@ from holdfast._options import Options
 from holdfast._plan.byte_ranges import runs_of
 from holdfast._protocol.call import Call
 from holdfast._protocol.operation import agree
+from holdfast._ready import ready
 from holdfast._saving.job import SaveJob, SaveReport
 from holdfast._saving.request import SaveRequest
 from holdfast._state.leaf import Flat, Leaf
@@ -102,7 +103,7 @@ def run_import(
     title, mine = f"choice of what to import from {base.url}", [identity, str(trouble or "")]
     chosen = agree(title, f"import|{target.url}", choose, call, mine)
     if chosen["done"] is not None:
-        return msgspec.convert(chosen["done"], SaveReport)
+        return msgspec.convert(chosen["done"], ready(SaveReport))
 
     def read(rank: int) -> Flat:
         # Before the index, which makes the folder a checkpoint. Only one rank has chosen, and has any.

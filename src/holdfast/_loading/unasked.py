@@ -18,6 +18,7 @@ from holdfast._layout.ranks import runs
 from holdfast._layout.tensor import listed
 from holdfast._protocol.call import Call
 from holdfast._protocol.operation import agree
+from holdfast._ready import ready
 from holdfast._values import Json
 
 log = logging.getLogger("holdfast")
@@ -46,7 +47,7 @@ class Asked:
         def choose(reports: dict[int, Json]) -> Json:
             unasked, left_out = np.ones(len(self.names), bool), set[str]()
             for report in reports.values():
-                asked, more = msgspec.convert(report, tuple[_RowRuns, list[str]])
+                asked, more = msgspec.convert(report, ready(tuple[_RowRuns, list[str]]))
                 left_out.update(more)
                 for first, last in asked:
                     unasked[first : last + 1] = False
@@ -55,7 +56,7 @@ class Asked:
 
         title = f"comparison of what ranks ask for with {self.where}"
         mine: Json = [list(runs(self.rows.tolist())), sorted(self.left_out)]
-        found = msgspec.convert(agree(title, f"{self.where}|unasked", choose, call, mine), _RowRuns)
+        found = msgspec.convert(agree(title, f"{self.where}|unasked", choose, call, mine), ready(_RowRuns))
         names = tuple(name for first, last in found for name in self.names[first : last + 1])
         if names and call.rank == call.participants[0]:
             log.warning(

@@ -26,6 +26,7 @@ from holdfast._protocol.job import Job
 from holdfast._protocol.messages import from_roster
 from holdfast._protocol.operation import read_state
 from holdfast._protocol.task import CollectiveTask
+from holdfast._ready import ready
 from holdfast._state.flatten import build_shard_table, flatten, select
 from holdfast._state.leaf import Flat
 from holdfast._state.memory import CallerStreams
@@ -83,7 +84,7 @@ def fingerprint_leaves(
         task.take(build_shard_table(leaves, call.rank, call.participants)[0])
 
     task.collect_error = read_state(read, call.rank)
-    return msgspec.convert(task.run(), dict[str, Fingerprint])
+    return msgspec.convert(task.run(), ready(dict[str, Fingerprint]))
 
 
 _Row = tuple[str, Dims, Dims, int, int]

@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from holdfast._format.names import WrittenFile
+from holdfast._ready import ready
 from holdfast._values import Json, Message
 from holdfast.errors import HoldfastError
 
@@ -150,7 +151,7 @@ def from_roster(message: Message, kind: type[M], rank: int | None = None) -> M:
     rank: the sender, or None if it can be any rank.
     """
     try:
-        return msgspec.convert(message, kind)
+        return msgspec.convert(message, ready(kind))
     except msgspec.ValidationError as error:
         raise HoldfastError(
             f"{'A rank' if rank is None else f'Rank {rank}'} has sent a message that "

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from holdfast._ready import ready
 from holdfast._roster.base import Roster, get_ours
 from holdfast._roster.process import HELD, Identity
 from holdfast._values import Message
@@ -130,7 +131,7 @@ def judge(at: Message | None, gone: Message | None) -> Seen:
 def read(message: Message | None, kind: type[T]) -> T | None:
     """Convert a message to its type; None if it does not fit."""
     with suppress(msgspec.ValidationError):
-        return None if message is None else msgspec.convert(message, kind)
+        return None if message is None else msgspec.convert(message, ready(kind))
     return None
 
 

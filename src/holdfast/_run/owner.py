@@ -28,6 +28,7 @@ import msgspec
 
 from holdfast._format.names import OWNER
 from holdfast._options import read_environment
+from holdfast._ready import ready
 from holdfast._roster.process import Identity, this_process
 from holdfast._store.base import VERSION_BYTES, NotFound, Store
 from holdfast._threads import start_thread, within
@@ -191,7 +192,7 @@ class Lease:
             # Bounded, because the file may be damaged; an owner takes a few hundred bytes.
             data = reader.read(0, 1 << 16)
         try:
-            return msgspec.json.decode(data, type=Owner), data[-VERSION_BYTES:]
+            return msgspec.json.decode(data, type=ready(Owner)), data[-VERSION_BYTES:]
         except msgspec.MsgspecError:
             return None, data[-VERSION_BYTES:]
 

@@ -19,6 +19,7 @@ from holdfast._format.columns import Columns, ForeignChunk, foreign_columns
 from holdfast._format.container import HeaderEntry
 from holdfast._layout.box import whole
 from holdfast._layout.tensor import CODE_OF, DTYPES, TensorSpec
+from holdfast._ready import ready
 from holdfast._values import shortened
 from holdfast.errors import BadInput, CorruptCheckpoint
 
@@ -78,7 +79,7 @@ class _WeightMap(msgspec.Struct):
 def decode(data: bytes, kind: type[T], where: str) -> T:
     """Parse a JSON file. CorruptCheckpoint if it is none of this kind."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=ready(kind))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpoint(f"{where} can't be read: {shortened(str(error))}.") from None
 

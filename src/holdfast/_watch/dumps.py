@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from holdfast._format.pickle_reader import BadPickle, Global, PickleReader, first
+from holdfast._ready import ready
 from holdfast._watch.collector import Collector
 from holdfast._watch.evidence import Call, Operation, Progress, Rank, Source, Stack
 from holdfast._watch.ras import read_ras_json
@@ -270,9 +271,9 @@ def _operation(entry: Any, group: str, source: Source) -> Operation:
 def read_roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
     """Read what a rank has answered to a roll call (`roll_call.Answer`)."""
     try:
-        found = msgspec.convert(value["roll_call"], Rank)
-        to.note_world(msgspec.convert(value.get("world_size", 0), int))
-        members = msgspec.convert(value.get("members", {}), dict[str, tuple[int, ...]])
+        found = msgspec.convert(value["roll_call"], ready(Rank))
+        to.note_world(msgspec.convert(value.get("world_size", 0), ready(int)))
+        members = msgspec.convert(value.get("members", {}), ready(dict[str, tuple[int, ...]]))
     except msgspec.ValidationError as error:
         raise BadInput(f"{name} is no file of a roll call of this version: {error}.") from None
     for group, ranks in members.items():

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from holdfast._ready import ready
 from holdfast._recording import EVENTS, Line
 from holdfast._watch.collector import RANKS
 from holdfast.errors import BadInput
@@ -67,7 +68,7 @@ def _read(start: str, most: int) -> tuple[list[Line], int]:
                 part = file.read(room)
             data = (part if size <= room else part.partition(b"\n")[2]) + data
     lines, skipped = [], 0
-    decode = msgspec.json.Decoder(Line).decode
+    decode = msgspec.json.Decoder(ready(Line)).decode
     for text in data[: data.rfind(b"\n") + 1].splitlines():  # the last one may be half written
         try:
             line = decode(text) if len(text) <= LONGEST else None

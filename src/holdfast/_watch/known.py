@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast._ready import ready
 from holdfast._watch.evidence import Evidence
 from holdfast._watch.verdict import Observation, Verdict
 
@@ -54,7 +55,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def table() -> tuple[KnownHang, ...]:
     """Return the table of `known.json`."""
     text = files("holdfast._watch").joinpath("known.json").read_bytes()
-    return msgspec.json.decode(text, type=tuple[KnownHang, ...])
+    return msgspec.json.decode(text, type=ready(tuple[KnownHang, ...]))
 
 
 def versions_here() -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast._ready import ready
 from holdfast._watch.collector import RANKS
 from holdfast._watch.evidence import Rank
 
@@ -97,7 +98,7 @@ def waiting_call(folder: str, job: str) -> tuple[str, str] | None:
             return None
         if known:
             return name, "another job that shares its folder has called"
-        return name, msgspec.json.decode(_content(os.path.join(path, ASKED), 4096), type=str)
+        return name, msgspec.json.decode(_content(os.path.join(path, ASKED), 4096), type=ready(str))
     except (OSError, msgspec.DecodeError):
         return None
 
@@ -113,7 +114,7 @@ def parts(path: str) -> list[Part]:
     found: list[Part] = []
     for number in range(JOBS):
         try:
-            part = msgspec.json.decode(_content(os.path.join(path, f"job-{number}"), 4096), type=Part)
+            part = msgspec.json.decode(_content(os.path.join(path, f"job-{number}"), 4096), type=ready(Part))
         except (OSError, msgspec.DecodeError):
             break
         if not (0 < part.world_size <= RANKS and part.first == sum(one.world_size for one in found)):

@@ -17,7 +17,7 @@ from tests.integrations.huggingface import framework_jobs as jobs
 from tests.integrations.huggingface.models import TINY, edit_config, publish, rewrite, weights
 from tests.integrations.megatron.models import Layout
 from tests.support.processes import ProcessWorld
-from tests.support.third_parties import lacks_mbridge, refuses_unheard_of
+from tests.support.third_parties import lacks_mbridge, needs, refuses_unheard_of
 
 pytest.importorskip("transformers")
 FRAMEWORKS = {"mbridge": "mbridge", "megatron-bridge": "megatron.bridge", "mcore-bridge": "mcore_bridge"}
@@ -245,6 +245,7 @@ def test_an_import_in_the_world_of_the_report(published: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("framework", [EVERY[0], soak("megatron-bridge")])
+@needs("verl")
 def test_verl_saves_and_loads_published_weights(framework: str, published: Path, tmp_path: Path) -> None:
     steps = tmp_path / "global_step_1" / "actor"
     with ProcessWorld(4, preload=ANEW) as world:
@@ -254,6 +255,7 @@ def test_verl_saves_and_loads_published_weights(framework: str, published: Path,
 
 
 @pytest.mark.parametrize("framework", [EVERY[0], soak("megatron-bridge")])
+@needs("verl")
 def test_a_rank_that_verl_misses_is_named(framework: str, published: Path, tmp_path: Path) -> None:
     with ProcessWorld(4, preload=ANEW) as world:
         found = world.run(jobs.through_verl, framework, str(published), LAYOUT, str(tmp_path), 1, timeout=200)

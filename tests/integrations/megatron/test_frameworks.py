@@ -14,6 +14,7 @@ from tests.integrations.megatron.cpu import use_cpu
 from tests.integrations.megatron.jobs import training
 from tests.integrations.megatron.models import Layout, Recipe
 from tests.support.processes import ProcessWorld
+from tests.support.third_parties import needs
 
 SMALL = Recipe(layers=2)
 
@@ -63,6 +64,7 @@ def verl_saves_and_loads(rank: int, layout: Layout, folder: str, load_from: str 
         holdfast.uninstall()
 
 
+@needs("verl")
 def test_verl(tmp_path: Path) -> None:
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
     with ProcessWorld(4) as world:

@@ -19,6 +19,7 @@ import msgspec
 
 from holdfast._groups.audit.hazards import ProcessFacts
 from holdfast._heart import heart
+from holdfast._ready import ready
 from holdfast._values import size_text
 from holdfast.errors import BadInput, HoldfastError
 
@@ -134,7 +135,7 @@ def ask(pid: int, timeout: float = 5.0) -> ProcessFacts | None:
             f"its log says why."
         )
     try:
-        return msgspec.json.decode(answer, type=ProcessFacts)
+        return msgspec.json.decode(answer, type=ready(ProcessFacts))
     except msgspec.MsgspecError as error:
         raise BadInput(
             f"The answer of process {pid} is not that of this version of Holdfast ({error})."
