@@ -128,7 +128,7 @@ def forks() -> Iterator[Forks]:
 def ended(forks: Forks, folder: Path, code: str, when: str, ranks: int = 1) -> Ended:
     (folder / "checkpoints").mkdir()
     words = [BEGINS + code, str(folder / "checkpoints"), when]
-    found = forks.run(words, list(range(ranks)), ranks, folder / "terminal", 90.0)
+    found = forks.run(words, list(range(ranks)), ranks, folder / "terminal", 240.0)
     assert (found.codes, found.said.count("done\n")) == ([0] * ranks, ranks), found.said
     assert "Traceback" not in found.said
     return found

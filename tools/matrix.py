@@ -80,19 +80,19 @@ class Result:
 
 def environments(newest: str) -> list[Environment]:
     """Return all, the most telling first."""
-    others = [version for version in PYTHONS if version not in (newest, "3.12")]
+    others = [version for version in reversed(PYTHONS) if version != newest]
+    ends = {"3.12": "newest"}  # the newest Megatron-Bridge is for Python 3.12 alone
     return [
         Environment(f"the whole suite: Python {newest}", newest, ("tests",), 32),
-        Environment(
-            "the life of a process, frameworks: Python 3.12, newest megatron-core",
-            "3.12",
-            (*LIFE, *FRAMEWORKS),
-            22,
-            megatron="newest",
+        *(
+            Environment(
+                f"the life of a process: Python {one}", one, LIFE, 9, megatron=ends.get(one, "oldest")
+            )
+            for one in others
         ),
-        *(Environment(f"the life of a process: Python {one}", one, LIFE, 9) for one in others),
-        Environment("all that needs no newer torch: oldest torch", "3.11", PORTABLE, 10, torch="oldest"),
-        Environment("all that needs no newer torch: newest torch", newest, PORTABLE, 10, torch="newest"),
+        Environment("all that needs no newer torch: oldest torch", "3.11", PORTABLE, 12, torch="oldest"),
+        Environment("all that needs no newer torch: newest torch", newest, PORTABLE, 12, torch="newest"),
+        Environment("frameworks: newest megatron-core", "3.12", FRAMEWORKS, 30, megatron="newest"),
     ]
 
 

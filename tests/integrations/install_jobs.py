@@ -62,7 +62,7 @@ from tests.integrations.megatron.cpu import use_cpu
 use_cpu()
 from megatron.core import parallel_state
 parallel_state.initialize_model_parallel()
-logging.basicConfig(stream=sys.stdout, format="%(message)s")
+logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)  # an import of others may have set it up
 import holdfast
 holdfast.install()
 print("done")

@@ -337,7 +337,7 @@ class _Comparison:
                     return True, None, None
                 differ = found.by_element()
                 if first is None:
-                    inside = np.unravel_index(int(differ.argmax()), found.box.shape)
+                    inside = np.unravel_index(int(np.argmax(differ)), found.box.shape)
                     first = tuple(int(at) + low for at, low in zip(inside, found.box.offset, strict=True))
                 elements += int(differ.sum())
         return elements > 0, elements, first

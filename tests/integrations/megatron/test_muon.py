@@ -20,7 +20,10 @@ from tests.integrations.megatron.models import Layout, Recipe, Training
 from tests.support.processes import ProcessWorld
 from tests.support.third_parties import lacks_muon
 
-pytestmark = pytest.mark.skipif(bool(lacks_muon()), reason=lacks_muon())
+pytestmark = [
+    pytest.mark.skipif(bool(lacks_muon()), reason=lacks_muon()),
+    pytest.mark.timeout(1500),
+]
 
 KINDS = ("fully_reshardable", "dp_reshardable")
 MOE, DENSE = (Recipe(layers=2, bf16=True, muon=True, dense=dense) for dense in (False, True))
@@ -120,7 +123,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     def save(recipe: Recipe) -> tuple[Path, list[list[float]]]:
         root = tmp_path_factory.mktemp("muon")
         with ProcessWorld(RANKS) as world:
-            return root, world.run(saves, LAYOUTS[recipe], recipe, str(root), timeout=120)
+            return root, world.run(saves, LAYOUTS[recipe], recipe, str(root), timeout=400)
 
     return save
 
@@ -137,7 +140,7 @@ def test_whatever_saved_it_it_loads_and_goes_on(recipe: Recipe, saved: Saved, tm
     with ProcessWorld(RANKS) as world:
         for name, installed in folders:
             again = tmp_path / f"{name}-again"
-            found = world.run(loads, layout, recipe, str(root / name), str(again), installed, timeout=120)
+            found = world.run(loads, layout, recipe, str(root / name), str(again), installed, timeout=400)
             # Of Adam's state in buckets, stock gives all parameters one tensor for the step, and PyTorch's
             # Adam adds to it once per parameter: the second step is another one.
             some = 1 if name == "stock-dp_reshardable" else STEPS
@@ -153,5 +156,5 @@ def test_whatever_saved_it_it_loads_and_goes_on(recipe: Recipe, saved: Saved, tm
 def test_another_kinds_groups_are_refused(saved: Saved) -> None:
     ours = str(saved(DENSE)[0] / "ours")
     with ProcessWorld(RANKS) as world:
-        for said in world.run(groups_of_adam_alone, LAYOUTS[DENSE], DENSE, ours, timeout=120):
+        for said in world.run(groups_of_adam_alone, LAYOUTS[DENSE], DENSE, ours, timeout=400):
             assert said.startswith("The checkpoint has no parameter group of AdamW: none has betas and eps.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +85,10 @@ def _key(table: Ranks) -> bytes:
     return bytes(table.shape[1].to_bytes(8, "little") + table.tobytes())
 
 
+_union: Any = np.bitwise_or
+"""Any, because NumPy 2.5 declares its `reduce` with arguments that it does not need."""
+
+
 def rounds(groups: Sequence[Ranks]) -> list[int]:
     """Assign to each group the round in which it is warmed up.
 
@@ -94,14 +98,14 @@ def rounds(groups: Sequence[Ranks]) -> list[int]:
     Greedy, the largest group first: each takes the first round that is free on all its ranks.
     """
     chosen = [0] * len(groups)
-    world = max((int(ranks.max()) for ranks in groups if len(ranks)), default=-1) + 1
+    world = max((int(np.max(ranks)) for ranks in groups if len(ranks)), default=-1) + 1
     taken: list[npt.NDArray[np.uint64]] = []  # one bit per rank and round; each array holds 64 rounds
     for index in sorted(range(len(groups)), key=lambda index: -len(groups[index])):
         for block in range(len(taken) + 1):
             if block == len(taken):
                 taken.append(np.zeros(world, np.uint64))
             # Bits make the reduction over a group's ranks fast: 16,384 ranks are planned in 0.1 s.
-            used = int(np.bitwise_or.reduce(taken[block][groups[index]]))
+            used = int(_union.reduce(taken[block][groups[index]]))
             # The index of the lowest 0 bit of `used`: adding 1 carries into it.
             free = (~used & (used + 1)).bit_length() - 1
             if free < 64:
