@@ -33,6 +33,7 @@ with suppress(RuntimeError):  # the main thread has ended already
     import concurrent.futures.process
     import concurrent.futures.thread  # noqa: F401
 
+_RUN_HANDLERS = ("multiprocessing.popen_fork", "multiprocessing.forkserver")
 ENDED_BY_INTERRUPT = 130
 """Exit code of a process whose last wait was ended by Ctrl-C, as shells have it."""
 
@@ -43,6 +44,14 @@ class Failure(NamedTuple):
     message: str
     """Written to stderr last; "" if the terminal has it already."""
     code: int = 1
+
+
+class ProgramFailed(Exception):
+    """Stands for an error of a child of multiprocessing that has been handled: only its exit code is left."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"ended with exit code {code}")
+        self.code = code
 
 
 class Stage(IntEnum):
@@ -66,7 +75,7 @@ class _Ending:
         self.code: object = _UNKNOWN
         """Of the SystemExit that ends the program, if somebody has seen it."""
         self.error: BaseException | None = None
-        """Of a child of multiprocessing, also a SystemExit that is no success."""
+        """Of a child of multiprocessing, also a SystemExit that is no success, or a ProgramFailed."""
         self.is_child = False
         """Whether multiprocessing runs the steps."""
         self.ended = self.goes_first = self.working = self.over = self.hurries = False
@@ -206,17 +215,34 @@ def _tell() -> None:
 
 
 def _at_end_of_child() -> None:
-    """Run at the end of a child of multiprocessing, which handles what has ended its program after this."""
+    """Run at the end of a child of multiprocessing. Before Python 3.13, which has run `_at_exit` by then, it
+    handles what has ended its program after this."""
     error = sys.exc_info()[1]
     if not isinstance(error, SystemExit) or error.code:
-        _ending.error = error
+        _ending.error = _ending.error or error
     _tell()
     _ending.run()
     if _ending.failures and error is None:
         _end()
 
 
+def _note_code_of_child() -> None:
+    """Note how a child of multiprocessing has ended. Since Python 3.13 it runs `atexit` handlers, after it
+    has handled what has ended its program: who calls them has the exit code in a variable."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") in _RUN_HANDLERS and isinstance(
+            code := frame.f_locals.get("code"), int
+        ):
+            _ending.code = code
+            _ending.error = ProgramFailed(code) if code else None
+            return
+
+
 def _at_exit() -> None:
+    if _ending.is_child:
+        _note_code_of_child()
     _tell()
     _ending.run()
     if _ending.goes_first and _ending.ends_now():

@@ -54,16 +54,7 @@ def launch(how: str, folder: str) -> list[int | None]:
 
 @pytest.mark.parametrize(
     "how",
-    [
-        *(pytest.param(how, marks=pytest.mark.soak) for how in ("exits with 0", "raises")),
-        "returns",
-        pytest.param(
-            "exits with 3",
-            marks=pytest.mark.xfail(
-                sys.version_info >= (3, 13), reason="Python 3.13: the others are not told (docs/limits.md)"
-            ),
-        ),
-    ],
+    [pytest.param("exits with 0", marks=pytest.mark.soak), "raises", "returns", "exits with 3"],
 )
 def test_one_that_ends_well_ends_nobody_and_its_last_save_is_committed(how: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", __name__, how, str(tmp_path)]

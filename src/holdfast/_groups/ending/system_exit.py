@@ -12,6 +12,7 @@ import gc
 import sys
 import threading
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
@@ -35,6 +36,7 @@ class ProgramExit(NamedTuple):
 
 
 _CODE = SystemExit.__dict__["code"]
+_BOOTSTRAP = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
 _program_exit: ProgramExit | None = None
 _seers: set[int] = set()
 """Those who want to see it, by their ids."""
@@ -87,8 +89,11 @@ def _seen(error: SystemExit) -> object:
     """Return the code, and note it if the interpreter reads it of the exception that ends the program."""
     global _program_exit
     code: object = _CODE.__get__(error)
-    # It reads from C: there is no frame around this one. Code of the program that reads `error.code` has one.
-    if sys._getframe().f_back is None and threading.current_thread() is threading.main_thread():
+    # It reads from C: there is no frame around this one, and in a child of multiprocessing that of its
+    # process. Code of the program that reads `error.code` has another one.
+    reader = sys._getframe().f_back
+    reads_last = reader is None or reader.f_code is _BOOTSTRAP
+    if reads_last and threading.current_thread() is threading.main_thread():
         with suppress(Exception):  # no code of the program is left that could handle an error
             note_code(code)
             _program_exit = ProgramExit(code, calls_of_traceback(_flying_traceback() or error.__traceback__))

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from holdfast._exits import ProgramFailed
 from holdfast._groups.ending.system_exit import ProgramExit, program_exit
 from holdfast._roster.process import Identity
 from holdfast._stacks import calls_of_error
@@ -39,6 +40,8 @@ def _what(error: BaseException | None) -> str:
         if exited is None or error.__traceback__ is not None:
             exited = ProgramExit(error.code, calls_of_error(error))
         return str(exited)
+    if isinstance(error, ProgramFailed):
+        return str(error)
     text = traceback.format_exception_only(error)[-1].strip() if error is not None else "nothing"
     where = calls_of_error(error)
     return f"{f'at {where} ' if where else ''}raised {text[:500]}"
