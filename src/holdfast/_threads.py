@@ -16,6 +16,8 @@ RAISE_LIMIT = (
 """What to do where no more can be started."""
 
 
+BEGINS_WITHIN = 60.0
+"""Seconds that a thread may take to its first line; a machine may be busy."""
 _MAY_REFUSE = sys.version_info[:2] == (3, 12)
 _entries: list[object] = []
 """C functions of threads, which must live as long as their threads run."""
@@ -26,7 +28,7 @@ def start_thread(work: Callable[[], object], name: str, rank: int | None = None)
     reached, or memory is short."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
-        begin(thread)
+        _begin(thread)
     except RuntimeError as error:
         raise NotStarted(
             f"The thread {name!r} could not be started in this process, which has "
@@ -37,7 +39,7 @@ def start_thread(work: Callable[[], object], name: str, rank: int | None = None)
     return thread
 
 
-def begin(thread: threading.Thread) -> None:
+def _begin(thread: threading.Thread) -> None:
     """Start a daemon thread, also once the main thread has ended. Raises RuntimeError as `Thread.start` does.
 
     Python 3.12.0 and 3.12.1 refuse that although the interpreter still runs `atexit` handlers and waits for
@@ -64,7 +66,8 @@ def _begin_late(thread: threading.Thread) -> None:
     if start(entry, None) == ctypes.c_ulong(-1).value:
         del python._limbo[thread]
         raise RuntimeError("can't start new thread")
-    cast("Any", thread)._started.wait()
+    if not cast("Any", thread)._started.wait(BEGINS_WITHIN):
+        raise RuntimeError(f"can't start new thread: it did not begin within {BEGINS_WITHIN:g} s")
 
 
 def within(seconds: float, doing: str, action: Callable[[], None]) -> None:

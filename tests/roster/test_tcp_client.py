@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore
@@ -18,7 +19,7 @@ from holdfast._roster.process import sockets
 from holdfast._roster.tcp_client import TcpClient, agrees_with
 from holdfast._roster.torch_store import TorchRoster
 from holdfast.errors import RosterLost
-from tests.support.waiting import SLACK
+from tests.support.waiting import SLACK, wait_until
 
 
 @pytest.fixture(params=[True, False], ids=["libuv", "threads"])
@@ -141,6 +142,9 @@ def test_the_end_of_the_servers_process_is_told_from_a_port_that_refuses(resets:
         assert roster.get(["a"]) == [{}]
         if resets:
             process.send_signal(signal.SIGSTOP)
+            tasks = list(Path(f"/proc/{process.pid}/task").iterdir())
+            # Until then a thread of the server may still read.
+            wait_until(lambda: all(") T " in (task / "stat").read_text() for task in tasks))
             roster.put("b", {})
         process.kill()
         process.wait(20)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
-from holdfast._threads import begin
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -36,9 +34,9 @@ def on_threads(threads: int, name: str, work: Callable[[T], R], tasks: Iterable[
             errors.append(error)
 
     others = [threading.Thread(target=worker, name=name, daemon=True) for _ in range(threads - 1)]
-    with suppress(RuntimeError):  # a limit of threads is reached
+    with suppress(RuntimeError):  # a limit of threads is reached, or the interpreter starts no more of them
         for other in others:
-            begin(other)
+            other.start()
     worker()
     for other in others:
         if other.ident is not None:

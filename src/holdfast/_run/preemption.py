@@ -84,10 +84,10 @@ class Preemption:
         try:
             for number in signals:
                 self._before[number] = signal.signal(number, self._on_signal)
+            self._thread = start_thread(self._watch, "holdfast-preemption", self._roster.rank)
         except BaseException:
             self._restore_handlers()
             raise
-        self._thread = start_thread(self._watch, "holdfast-preemption", self._roster.rank)
 
     def should_stop(self) -> bool:
         """Return whether all ranks stop at this step. Call it once a step, on every participant."""

@@ -111,8 +111,9 @@ class SaveTimes:
                 # Nobody else tells of it: no step would be due any more.
                 consensus.fail(error)
 
+        # The thread first: without it the next question must ask for one again.
+        self._consensus, self._thread = None, start_thread(wait, "holdfast-save-every", call.rank)
         self._consensus = consensus
-        self._thread = start_thread(wait, "holdfast-save-every", call.rank)
 
     def _learn(self, call: Call, number: int, closed: threading.Event, consensus: StepConsensus) -> None:
         """Wait for the committer's word that time is up, or give it, and propose the step to save.
