@@ -111,7 +111,7 @@ def test_what_is_imported_at_the_start(
     modules = set(done.stderr.split())
     assert not modules & (NEVER | unwanted)
     # Of Python's own each version imports others for the same.
-    assert len(modules) <= in_all + (8 if sys.version_info >= (3, 13) else 0), sorted(modules)
+    assert len(modules) <= in_all + (8 if sys.version_info >= (3, 12) else 0), sorted(modules)
     found = {name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names}
     assert len(found) <= most, (len(found), sorted(found))
 
