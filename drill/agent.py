@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import subprocess
+from multiprocessing.connection import wait
 from typing import Any
 
 from torch.distributed import run
@@ -38,7 +38,7 @@ class Child:
         return code
 
     def _look(self, seconds: float) -> int | None:
-        if self.returncode is None and select.select([self.connection], [], [], max(0.0, seconds))[0]:
+        if self.returncode is None and wait([self.connection], max(0.0, seconds)):
             self.returncode = json.loads(self._answers.readline())
             self._answers.close()
             self.connection.close()

@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import sys
@@ -21,6 +20,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch.distributed  # noqa: F401
@@ -43,7 +43,7 @@ class Nursery:
     def serve(self) -> bool:
         """True in a child, which is to run its program and leave as programs do."""
         while True:
-            ready, _, _ = select.select([self.listener, sys.stdin], [], [], REAP_EVERY)
+            ready = wait([self.listener, sys.stdin], REAP_EVERY)
             if sys.stdin in ready:
                 self._kill(None)
                 return False

@@ -55,6 +55,8 @@ class Bar:
     def _write(self, text: str) -> None:
         # A terminal that has gone raises; one that nobody reads, of a lost connection, would hold us up.
         with suppress(OSError, ValueError):
-            if select.select([], [self._stream], [], 0)[1]:
+            room = select.poll()
+            room.register(self._stream, select.POLLOUT)
+            if room.poll(0):
                 self._stream.write(text)
                 self._stream.flush()

@@ -10,6 +10,7 @@ import sys
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def shown(end: int) -> str:
     sys.stderr.flush()
     text = ""
     while not text.endswith("\0"):
-        assert select.select([end], [], [], 60)[0]
+        assert wait([end], 60)
         text += os.read(end, 1 << 16).decode()
     return text[:-1]
 
@@ -120,7 +121,9 @@ def test_a_terminal_that_nobody_reads_holds_nothing_up(tmp_path: Path) -> None:
         fd = sys.stderr.fileno()
         assert os.isatty(fd)
         os.set_blocking(fd, False)
-        while select.select([], [fd], [], 0.5)[1]:  # the kernel passes it on, which makes room
+        room = select.poll()
+        room.register(fd, select.POLLOUT)
+        while room.poll(500):  # the kernel passes it on, which makes room
             with suppress(BlockingIOError):
                 os.write(fd, b"x" * 64)
         os.set_blocking(fd, True)

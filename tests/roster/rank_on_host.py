@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import sys
 import time
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def follow(rank: int, what: str, lost_after: str = "60", step: str = "0") -> Non
 def see() -> None:
     """Tell how many neighbours on other hosts can be seen, when that changes, until the next line."""
     watch, said = beacon_of(find_roster(Job())).watch, -1
-    while not select.select([sys.stdin], [], [], 0.0)[0]:
+    while not wait([sys.stdin], 0.0):
         links = [one.link for one in list(watch._neighbours.values()) if one.link is not None]
         seen = sum(link.is_up() for link in links)
         if seen != said:

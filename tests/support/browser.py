@@ -6,11 +6,11 @@ import base64
 import json
 import os
 import re
-import select
 import shutil
 import subprocess
 import tempfile
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
 
@@ -100,7 +100,7 @@ class Browser:
     def _next(self) -> dict[str, Any]:
         ends = time.monotonic() + TIMEOUT
         while b"\0" not in self._left:
-            if not select.select([self._in], [], [], max(ends - time.monotonic(), 0))[0]:
+            if not wait([self._in], max(ends - time.monotonic(), 0)):
                 raise TimeoutError("The browser does not answer.")
             data = os.read(self._in, 1 << 20)
             if not data:
