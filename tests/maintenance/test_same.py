@@ -292,6 +292,41 @@ def test_ranks_that_hold_different_things_are_told() -> None:
         on_ranks(2, uneven)
 
 
+@pytest.mark.parametrize("one_element", [False, True])
+def test_a_wrong_copy_on_any_rank_is_told(one_element: bool) -> None:
+    right = torch.arange(4096.0).view(64, 64)
+    wrong = right.clone()
+    if one_element:
+        wrong[40, 7] += 1
+    else:
+        wrong *= 1.5
+
+    def fingerprint(roster: Any, stale: int | None) -> Any:
+        # Columns over two ranks, each with four copies.
+        copy, column = divmod(roster.rank, 2)
+        mine = (wrong if roster.rank == stale else right)[:, 32 * column : 32 * column + 32]
+        state = {"w": holdfast.Shard(mine, (64, 64), (0, 32 * column), (copy, 4))}
+        return holdfast.fingerprint(state, job=holdfast.Job(roster=roster, timeout=30, stall_timeout=10))
+
+    for told in on_ranks(8, lambda roster: fingerprint(roster, None)):
+        assert told == holdfast.fingerprint({"w": right}, job=holdfast.Job(no_dist=True))
+    # Of one element, column 7: ranks with an even number hold it.
+    for stale in (2, 4, 6) if one_element else range(1, 8):
+        with pytest.raises(ReplicaMismatch, match="hold different elements of 'w'") as error:
+            on_ranks(8, lambda roster, stale=stale: fingerprint(roster, stale))
+        assert error.value.details["ranks"] == ([stale, stale + 2] if stale < 2 else [stale % 2, stale])
+
+
+def test_a_copy_that_is_cut_otherwise_is_not_taken_for_the_same() -> None:
+    def cut_otherwise(roster: Any) -> Any:
+        rows = 4 - 2 * roster.rank
+        part = holdfast.Shard(torch.ones(rows), (4,), (0,), (roster.rank, 2))
+        return holdfast.fingerprint({"w": part}, job=holdfast.Job(roster=roster, timeout=30))
+
+    with pytest.raises(ReplicaMismatch, match=r"Rank 1 declares a copy of 'w' at \[0\], of shape \[2\]"):
+        on_ranks(2, cut_otherwise)
+
+
 def test_bad_places_are_one_sentence(tmp_path: Path) -> None:
     a = spread(weights(), tmp_path / "a", 1)
     with pytest.raises(NotCommitted, match="nothing"):

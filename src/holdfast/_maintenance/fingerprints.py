@@ -1,7 +1,7 @@
 """Take fingerprints of a live state from sums that each rank makes of its shards, without a gather.
 
-If several ranks have declared copies of a shard, the first of them sums it. Undeclared rows, such as plain
-tensors of data-parallel ranks, are summed by every rank that has them, and must be the same on all.
+Every holder of a shard sums it, be it a declared copy or an undeclared one, such as a plain tensor of
+data-parallel ranks: copies must be the same on all.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def fingerprint_leaves(
     return msgspec.convert(task.run(), ready(dict[str, Fingerprint]))
 
 
-_Row = tuple[str, Dims, Dims, int, int]
-"""Name, box, both sums."""
+_Row = tuple[str, Dims, Dims, bool, int, int]
+"""Name, box, whether it is a declared copy of what another rank holds first, both sums."""
 
 
 class _RankSums(msgspec.Struct):
@@ -103,7 +103,6 @@ class _Task(CollectiveTask):
     def __init__(self, call: Call) -> None:
         super().__init__("fingerprint of the state", "memory:fingerprint", call)
         self._report = _RankSums({}, [])
-        self._undeclared: list[_Row] = []
 
     def take(self, table: ShardTable) -> None:
         if any(late is not None for late in table.deferred):
@@ -123,29 +122,27 @@ class _Task(CollectiveTask):
                 continue
             self._report.specs[spec.name] = (spec.dtype, spec.shape)
             replica = self._table.replicas[row]
-            if replica is None:
-                self._undeclared.append((spec.name, box.offset, box.shape, *self._sums(row)))
-            elif replica[0] == 0:
-                self._report.rows.append((spec.name, box.offset, box.shape, *self._sums(row)))
-        # A digest in place of the rows, because mostly all ranks have the same rows.
-        return {"undeclared": hex_digest(digest(msgspec.json.encode(self._undeclared)))}
+            is_copy = replica is not None and replica[0] > 0
+            self._report.rows.append((spec.name, box.offset, box.shape, is_copy, *self._sums(row)))
+        # A digest in place of the rows, because data-parallel ranks mostly have the same rows.
+        return {"rows": hex_digest(digest(msgspec.json.encode(self._report.rows)))}
 
     def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
         first: dict[str, int] = {}
         for rank, message in contributions.items():
-            first.setdefault(message["undeclared"], rank)
+            first.setdefault(message["rows"], rank)
         wanted = set(first.values())
         return {rank: {"wanted": rank in wanted} for rank in contributions}
 
     def execute(self, answer: Message) -> Message:
-        if answer["wanted"]:
-            self._report.rows += self._undeclared
+        if not answer["wanted"]:
+            self._report.rows.clear()
         message: Message = msgspec.to_builtins(self._report)
         return message
 
     def finish(self, reports: dict[int, Message]) -> Message:
         whole = _Whole()
-        for rank, message in reports.items():
+        for rank, message in sorted(reports.items()):
             whole.add(rank, from_roster(message, _RankSums, rank))
         answer: Message = msgspec.to_builtins(whole.result())
         return answer
@@ -175,8 +172,12 @@ class _Whole:
     def __init__(self) -> None:
         self._specs: dict[str, tuple[int, tuple[int, Dims]]] = {}
         """By name: the first rank that has it, and its dtype and shape there."""
-        self._sums: dict[str, dict[Box, tuple[int, tuple[int, int]]]] = {}
+        self._sums: dict[tuple[str, Box], tuple[int, tuple[int, int]]] = {}
         """By name and box: the first rank that has it, and its sums."""
+        self._boxes: dict[str, dict[Box, int]] = {}
+        """Boxes by name, and of each the first rank that has it."""
+        self._copies: dict[str, dict[Box, int]] = {}
+        """The same of declared copies."""
 
     def add(self, rank: int, rows: _RankSums) -> None:
         for name, spec in rows.specs.items():
@@ -188,8 +189,10 @@ class _Whole:
                     rank=rank,
                     details={"tensor": name, "ranks": [first, rank]},
                 )
-        for name, offset, shape, a, b in rows.rows:
-            first, sums = self._sums.setdefault(name, {}).setdefault(Box(offset, shape), (rank, (a, b)))
+        for name, offset, shape, is_copy, a, b in rows.rows:
+            box = Box(offset, shape)
+            first, sums = self._sums.setdefault((name, box), (rank, (a, b)))
+            (self._copies if is_copy else self._boxes).setdefault(name, {}).setdefault(box, rank)
             if sums != (a, b):
                 raise ReplicaMismatch(
                     f"Ranks {first} and {rank} hold different elements of {name!r}.",
@@ -202,9 +205,19 @@ class _Whole:
         fingerprints = {}
         for name in sorted(self._specs):
             rank, (dtype, shape) = self._specs[name]
-            boxes = self._sums.get(name, {})
+            boxes = self._boxes.get(name, {})
             self._check_covered(name, shape, [box for box in boxes if box.volume], rank)
-            sums = np.asarray([sums for _, sums in boxes.values()], np.uint64).reshape(-1, 2)
+            for box, holder in self._copies.get(name, {}).items():
+                if box not in boxes and box.volume:
+                    raise ReplicaMismatch(
+                        f"Rank {holder} declares a copy of {name!r} at {list(box.offset)}, of shape "
+                        f"{list(box.shape)}, that is cut otherwise than on the ranks that hold it first: the "
+                        "two can't be compared.",
+                        rank=holder,
+                        hint="Replicas must be cut alike.",
+                        details={"tensor": name, "ranks": [rank, holder]},
+                    )
+            sums = np.asarray([self._sums[name, box][1] for box in boxes], np.uint64).reshape(-1, 2)
             value = text_of(sums.sum(axis=0, dtype=np.uint64))
             fingerprints[name] = Fingerprint(DTYPES[dtype].name, shape, value)
         return fingerprints

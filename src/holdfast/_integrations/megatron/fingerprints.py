@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast._integrations.megatron import mcore
 from holdfast._integrations.megatron.saving import take_apart
-from holdfast._integrations.megatron.shards import WrittenCopies, to_save
+from holdfast._integrations.megatron.shards import AllCopies, to_save
 from holdfast._maintenance.fingerprints import Fingerprint, fingerprint_leaves
 from holdfast._protocol.call import begin_call
 from holdfast._protocol.job import Job
@@ -27,6 +27,6 @@ def fingerprint(sharded_state_dict: mcore.StateDict, *, job: Job | None = None) 
     def collect(rank: int) -> Flat:
         parts, _ = take_apart(sharded_state_dict)
         tensors = [part for part in parts if isinstance(part, mcore.ShardedTensor)]
-        return Flat(to_save(tensors, {}, WrittenCopies(rank, call.participants)))
+        return Flat(to_save(tensors, {}, AllCopies(rank, call.participants)))
 
     return fingerprint_leaves(collect, call)

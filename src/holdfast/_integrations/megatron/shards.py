@@ -31,6 +31,8 @@ from holdfast._state.tensors import Shard
 from holdfast.errors import BadInput
 
 _SOLE = (0, 1)
+_COPY = (1, 2)
+"""Of a copy whose number is not known, but that it is not the first."""
 
 
 class _Group:
@@ -96,6 +98,13 @@ class WrittenCopies:
             return self._unknown
         # The key of an expert layer that is described alone has no prefix.
         return self._expert if ".experts." in f".{tensor.key}" else self._dense
+
+
+class AllCopies(WrittenCopies):
+    """Selects all copies, those that are not written too."""
+
+    def replica(self, tensor: mcore.ShardedTensor) -> tuple[int, int]:
+        return super().replica(tensor) or _COPY
 
 
 def _is_parameter(data: object) -> bool:
