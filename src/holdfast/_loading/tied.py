@@ -13,6 +13,7 @@ from holdfast._format.columns import Array, Columns, tied_rows
 from holdfast._io.raw_read import fill_rows, slabs
 from holdfast._io.source import Source
 from holdfast._layout.tensor import DTYPES
+from holdfast._loading.alike import same_bits, stored_alike
 from holdfast._plan.shard_table import ShardTable
 from holdfast._state.memory import TensorMemory, torch_dtype
 from holdfast._state.tied import find_ties
@@ -39,23 +40,19 @@ def rows_read_once(table: ShardTable, position: Array, columns: Columns, where: 
     if not _overlaps(begins, ends):  # mostly
         return Tied(frozenset(), [])
     ties = find_ties(table)
-    alike = tied_rows(columns)
     begins[[*ties]] = 0
     unknown = _overlaps(begins, ends)
     for row in {row for row, _ in unknown}:
         memory = table.memory[row]
         assert isinstance(memory, TensorMemory)
         memory.address = 0
+    alike = tied_rows(columns)
     for row, first in ties.items():
-        one, other = (int(position[at]) for at in (row, first))
-        if alike.get(one, one) == alike.get(other, other):
-            continue
-        parts = _parts(columns, one), _parts(columns, other)
-        if len(columns.digests) and parts[0][:3] == parts[1][:3]:  # cut alike, so that digests decide
-            if parts[0] != parts[1]:
+        match stored_alike(columns, alike, int(position[row]), int(position[first])):
+            case False:
                 raise _differ(table, row, first, where)
-        else:
-            unknown.append((row, first))
+            case None:
+                unknown.append((row, first))
     return Tied(frozenset(ties), unknown)
 
 
@@ -104,22 +101,9 @@ def check_same(
             asked.add(spec, part, (0, 1), False, TensorMemory(stored))
             fill_rows(store, source, asked)
             held = memory.tensor.detach()[part.relative_to(box.offset).slices()]
-            if not _same_bits(stored.to(held.dtype), held.cpu()):
+            if not same_bits(stored.to(held.dtype), held.cpu()):
                 raise _differ(table, row, first, source.where)
             tick()
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    x, y = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(x, y)
-
-
-def _parts(columns: Columns, row: int) -> tuple[bytes, ...]:
-    """Return boxes, blocks and digests of the chunks of a tensor."""
-    chunks = columns.chunks_of(row)
-    ends = np.concatenate([[0], columns.digest_end])[chunks.start : chunks.stop + 1]
-    boxes = (getattr(columns, name)[chunks].tobytes() for name in ("offset", "size", "block"))
-    return (*boxes, columns.digests[int(ends[0]) : int(ends[-1])].tobytes())
 
 
 def _differ(table: ShardTable, row: int, first: int, where: str) -> LoadFailed:

@@ -25,6 +25,7 @@ from holdfast.huggingface import export
 from tests.integrations.huggingface import jobs
 from tests.integrations.huggingface.models import TINY, edit_config, publish, rewrite, weights
 from tests.support.processes import ProcessWorld, Result
+from tests.support.threads import on_ranks
 
 pytest.importorskip("transformers")
 FC1 = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
@@ -260,6 +261,53 @@ def test_an_output_beside_a_tied_embedding_is_not_dropped(model: tuple[Path, Pat
     edit_config(tmp_path / "tied", tie_word_embeddings=True)
     with pytest.raises(BadInput, match=r"the published model's output is its embedding"):
         export(step, tmp_path / "out", like=tmp_path / "tied")
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "starcoder2"])
+@pytest.mark.parametrize("how", ["tied", "a copy", "cut otherwise", "another"])
+def test_a_tied_model_that_saved_its_state_dict_is_exported(name: str, how: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    publish(TINY[name], tmp_path / "model")
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    output = state["lm_head.weight"]
+    assert output.data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+    if how != "tied":
+        state["lm_head.weight"] = output.clone()
+    if how == "cut otherwise":  # no digest tells that the elements are the same
+
+        def part(rank: int) -> holdfast.Shard:
+            rows = len(output) // 2
+            return holdfast.Shard(output[rank * rows :][:rows].clone(), tuple(output.shape), (rank * rows, 0))
+
+        def save(roster: Any) -> None:
+            mine = {**state, "lm_head.weight": part(roster.rank)}
+            holdfast.save(mine, tmp_path / "step", job=holdfast.Job(roster=roster, timeout=30))
+
+        on_ranks(2, save)
+    else:
+        if how == "another":
+            state["lm_head.weight"][3, 1] += 1
+        saved(state, tmp_path / "step")
+    if how == "another":
+        with pytest.raises(BadInput, match=r"other elements in .lm_head\.weight. than in .model\.embed_tokens"):
+            export(tmp_path / "step", tmp_path / "out", like=tmp_path / "model")
+        return
+    export(tmp_path / "step", tmp_path / "out", like=tmp_path / "model")
+    before, after = weights(tmp_path / "model"), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_an_output_that_equals_the_embedding_is_left_out(model: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, step = model
+    tensors = tensors_of(step)
+    tensors["output_layer.weight"] = tensors["embedding.word_embeddings.weight"].clone()
+    shutil.copytree(folder, tmp_path / "tied")
+    rewrite(tmp_path / "tied", {k: v for k, v in weights(folder).items() if k != "lm_head.weight"})
+    edit_config(tmp_path / "tied", tie_word_embeddings=True)
+    export(saved(tensors, tmp_path / "step"), tmp_path / "out", like=tmp_path / "tied")
+    assert weights(tmp_path / "out").keys() == weights(tmp_path / "tied").keys()
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "complex64", "float64"])

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from holdfast._io.on_threads import on_threads
 from holdfast._io.raw_read import fill_rows
 from holdfast._layout.box import Box, cut, whole
 from holdfast._layout.tensor import DTYPES, FLOATS, TensorSpec
+from holdfast._loading.alike import hold_the_same
 from holdfast._plan.shard_table import ShardTable
 from holdfast._protocol.call import Call, begin_call
 from holdfast._protocol.job import Job, job_of
@@ -146,7 +148,8 @@ def run_export(
 
     def plan() -> None:
         with open_index(store) as index:
-            tensors, missing = plan_export(index, base, dtype, strict, in_framework)
+            alike = partial(hold_the_same, store, index)
+            tensors, missing = plan_export(index, base, dtype, strict, in_framework, alike)
             export.plan(index, share_among_files(tensors, file_bytes), missing)
 
     with ExitStack() as held:

@@ -3,7 +3,7 @@ file each goes into."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,11 +29,13 @@ from holdfast._layout.tensor import (
 from holdfast._store.local import LocalStore
 from holdfast._values import natural
 from holdfast._views import hub_format as hf
-from holdfast._views.family import View, view_of
+from holdfast._views.family import OUTPUT, View, view_of
 from holdfast._views.hugging_face import HuggingFaceFolder, read_config
 from holdfast._views.mapping import Segment, same
 from holdfast.errors import BadInput, CoverageError, MissingTensors
 
+OUTPUTS = ("output_layer.weight", OUTPUT)
+"""Names of an output layer, Megatron's and transformers'."""
 WRITTEN_AS = ("bfloat16", "float16", "float32")
 """Dtypes that weights may be converted to."""
 
@@ -85,7 +87,12 @@ def view_to_export(base: LocalStore) -> View:
 
 
 def plan_export(
-    index: Index, base: LocalStore, dtype: str | None, strict: bool, in_framework: bool
+    index: Index,
+    base: LocalStore,
+    dtype: str | None,
+    strict: bool,
+    in_framework: bool,
+    alike: Callable[[TensorSpec, TensorSpec], bool],
 ) -> tuple[list[PublishedTensor], list[str]]:
     """Return the published tensors that the checkpoint's weights give, in the natural order of their names,
     and the names of those of the published folder that it does not have.
@@ -94,6 +101,8 @@ def plan_export(
     dtype: in which weights are written; None: as in that folder or, `in_framework`, as stored.
     strict: raise MissingTensors for missing tensors (`in_framework`, not for layers that predict further
         tokens), and BadInput for a folder without weights.
+    alike: whether two tensors of the checkpoint hold the same elements; asked for an output layer that the
+        published model ties to its embedding.
     """
     if dtype is not None and dtype not in WRITTEN_AS:
         raise BadInput(f"dtype={dtype!r} is none of {', '.join(WRITTEN_AS)}.")
@@ -107,23 +116,10 @@ def plan_export(
         return None if in_framework else _published_dtype(folder, name) or next(iter(said), None)
 
     by_name: dict[str, PublishedTensor] = {}
-    for spec in _weights(index, view, published):
+    for spec in _without_tied_output(_weights(index, view, published), view, published, index.where, alike):
         if "quantization_config" in config:
             _refuse_quantised(index, spec, base)
-        if view.is_tied and spec.name == "output_layer.weight":
-            raise BadInput(
-                f"{index.where} holds {spec.name!r}, and the published model's output is its embedding "
-                f"(tie_word_embeddings).",
-                hint="If the model was trained so, set tie_word_embeddings to false in the published "
-                "config.json.",
-            )
-        segments = (
-            # It has its published name already (an import, or transformers' modules).
-            same([spec.name], spec.shape, {})
-            if spec.name in published
-            else view.segments(spec.name, spec.shape, whole(spec.shape))
-        )
-        for segment in segments:
+        for segment in _segments(spec, view, published):
             code = _code(spec, wanted_code(segment.name), dtype is None)
             tensor = by_name.setdefault(segment.name, PublishedTensor(segment.name, code, segment.published))
             tensor.pieces.append(Piece(spec, segment))
@@ -164,6 +160,49 @@ def _weights(index: Index, view: View, published: set[str]) -> list[TensorSpec]:
             details={"unknown": unknown[:100]},
         )
     return specs
+
+
+def _segments(spec: TensorSpec, view: View, published: set[str]) -> Iterable[Segment]:
+    """Return the segments of a tensor of the checkpoint in the published ones."""
+    if spec.name in published:  # already: of an import, or of transformers' modules
+        return same([spec.name], spec.shape, {})
+    return view.segments(spec.name, spec.shape, whole(spec.shape))
+
+
+def _without_tied_output(
+    specs: list[TensorSpec],
+    view: View,
+    published: set[str],
+    where: str,
+    alike: Callable[[TensorSpec, TensorSpec], bool],
+) -> list[TensorSpec]:
+    """Leave out an output layer that the published model ties to its embedding, if the checkpoint has both.
+
+    Raises BadInput if they differ.
+    """
+    outputs = [spec for spec in specs if spec.name in OUTPUTS and spec.name not in published]
+    embeddings = [spec for spec in specs if "embed" in spec.name]
+    if not view.is_tied or not outputs or not embeddings:
+        return specs
+
+    def names(spec: TensorSpec) -> list[str]:
+        return [segment.name for segment in _segments(spec, view, published)]
+
+    kept = list(specs)
+    for output in outputs:
+        embedding = next((spec for spec in embeddings if names(spec) == names(output)), None)
+        if embedding is None:
+            continue
+        if not alike(output, embedding):
+            raise BadInput(
+                f"{where} holds other elements in {output.name!r} than in {embedding.name!r}, and the "
+                "published model's output is its embedding (tie_word_embeddings).",
+                hint="If the model was trained so, set tie_word_embeddings to false in the published "
+                "config.json.",
+                details={"tensors": [output.name, embedding.name]},
+            )
+        kept.remove(output)
+    return kept
 
 
 def _refuse_quantised(index: Index, spec: TensorSpec, base: LocalStore) -> None:
