@@ -118,6 +118,17 @@ request("early")
 begin(late)
 """
 
+JUST_ENDING = """
+from holdfast._threads import start_thread
+
+def late():
+    assert threading.main_thread().is_alive()
+    start_thread(lambda: print("done", flush=True), "late").join(60)
+
+# Called on the main thread once its program has ended, before it counts as ended.
+threading._register_atexit(late)
+"""
+
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
@@ -158,6 +169,10 @@ def test_what_may_block_keeps_its_deadline_after_the_main_thread(
     when: str, forks: Forks, tmp_path: Path
 ) -> None:
     ended(forks, tmp_path, DEADLINES, when)
+
+
+def test_a_thread_starts_while_the_main_thread_ends(forks: Forks, tmp_path: Path) -> None:
+    ended(forks, tmp_path, JUST_ENDING, "")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")

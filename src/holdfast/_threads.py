@@ -47,8 +47,9 @@ def _begin(thread: threading.Thread) -> None:
     """
     try:
         thread.start()
-    except RuntimeError:
-        if not _MAY_REFUSE or threading.main_thread().is_alive() or sys.is_finalizing():
+    except RuntimeError as error:
+        # The refusal begins a moment before the main thread counts as ended.
+        if not _MAY_REFUSE or "interpreter shutdown" not in str(error) or sys.is_finalizing():
             raise
         _begin_late(thread)
 

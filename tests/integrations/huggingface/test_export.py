@@ -290,7 +290,9 @@ def test_a_tied_model_that_saved_its_state_dict_is_exported(name: str, how: str,
             state["lm_head.weight"][3, 1] += 1
         saved(state, tmp_path / "step")
     if how == "another":
-        with pytest.raises(BadInput, match=r"other elements in .lm_head\.weight. than in .model\.embed_tokens"):
+        with pytest.raises(
+            BadInput, match=r"other elements in .lm_head\.weight. than in .model\.embed_tokens"
+        ):
             export(tmp_path / "step", tmp_path / "out", like=tmp_path / "model")
         return
     export(tmp_path / "step", tmp_path / "out", like=tmp_path / "model")
