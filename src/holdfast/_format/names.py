@@ -118,6 +118,12 @@ def rank_in_name(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
+def without_rank(name: str) -> str | None:
+    """Return the name that such a value has on all ranks; None if it is shared."""
+    match = _RANK.search(name)
+    return None if match is None else name[: match.start()] + name[match.end(1) :]
+
+
 def name_of_chunk(name: str, offset: Sequence[object]) -> str:
     """Return the entry name, in a data file's header, of a part of a tensor that begins at `offset`."""
     return f"{name}@{','.join(map(str, offset))}"

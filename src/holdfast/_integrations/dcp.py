@@ -132,6 +132,7 @@ def load(
         cast=True,
         strict=not given.partial,
         options=job.options,
+        tells_rest=False,
         may_be_empty=not state_dict,
         lenient="planner=DefaultLoadPlanner(allow_partial_load=True)",
     )

@@ -3,6 +3,7 @@ model, has saved."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias
@@ -85,6 +86,44 @@ class Renamed:
         columns = self._source.select(np.sort(inner))
         names = [self._names[row] for row in rows.tolist()]
         return _permuted(columns, np.argsort(np.argsort(inner)), names)
+
+
+def mapping_that_fits(wanted: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], int]:
+    """Return the renaming of one subtree of a checkpoint that makes the most of the wanted names, and how
+    many of these; an empty one if none makes any.
+
+    names: all of the checkpoint. Looks at a few of the wanted names, so it is for an error, not for a load.
+    """
+    by_end: dict[str, list[list[str]]] = {}
+    for name in names[:_LOOKED_AT]:
+        parts = name.split(".")
+        by_end.setdefault(parts[-1], []).append(parts)
+    votes = Counter[tuple[str, str]]()
+    for name in wanted[:_TRIED]:
+        parts, found = name.split("."), set[tuple[str, str]]()
+        for theirs in by_end.get(parts[-1], ()):
+            common = 1
+            while common < min(len(parts), len(theirs)) and parts[-common - 1] == theirs[-common - 1]:
+                common += 1
+            found.add((".".join(theirs[:-common]), ".".join(parts[:-common])))
+        votes.update(found)
+    have, best, most = set(names), dict[str, str](), 0
+    for (theirs_head, head), _ in votes.most_common(_TRIED):
+        made = [_moved(name, head, theirs_head) for name in wanted]
+        fits = sum(name in have for name in made if name is not None)
+        if theirs_head != head and fits > most:
+            best, most = {theirs_head: head}, fits
+    return best, most
+
+
+_LOOKED_AT, _TRIED = 20_000, 20
+
+
+def _moved(name: str, head: str, other: str) -> str | None:
+    """Return a name with another subtree in place of `head`; None if it is not below that."""
+    if head and name != head and not name.startswith(head + "."):
+        return None
+    return ".".join(filter(None, (other, name[len(head) :].lstrip(".") if head else name)))
 
 
 def _by_mapping(names: list[str], rename: Mapping[str, str], where: str) -> list[str]:

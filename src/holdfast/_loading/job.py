@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+import msgspec
 import torch
 
 from holdfast._format import objects
@@ -17,25 +18,29 @@ from holdfast._io.file_reader import read_into
 from holdfast._io.renamed import Renamed
 from holdfast._io.source import ForeignSource, Source
 from holdfast._io.unchanged import forget, remember_loaded
-from holdfast._layout.tensor import OBJECT, listed
+from holdfast._layout.patterns import selector
+from holdfast._layout.ranks import runs
+from holdfast._layout.tensor import OBJECT
 from holdfast._loading.boxes import are_equal
 from holdfast._loading.filling import announce, give_back
 from holdfast._loading.offset_exchange import OffsetExchange, exchange_offsets, put_in_place, unplaced
 from holdfast._loading.plan import LoadPlan, plan_load
 from holdfast._loading.request import LoadReport, LoadRequest
+from holdfast._loading.rest import KEPT, Stored, compare, warn
 from holdfast._loading.tied import check_same
-from holdfast._loading.unasked import Asked
 from holdfast._loading.version import Version
 from holdfast._plan.shard_table import ShardTable
 from holdfast._protocol.core import load_steps
-from holdfast._protocol.messages import Chosen, HaveRead
+from holdfast._protocol.messages import Chosen, HaveRead, Rest, to_message
 from holdfast._protocol.operation import Operation, read_state
 from holdfast._protocol.phases import LOAD_TRANSITIONS
+from holdfast._ready import ready
 from holdfast._state.flatten import build_shard_table, select
 from holdfast._state.leaf import Leaf
 from holdfast._state.memory import BytesMemory, CallerStreams
 from holdfast._store.base import NotFound
 from holdfast._threads import within
+from holdfast._values import Json
 from holdfast.errors import (
     BadInput,
     CorruptCheckpoint,
@@ -64,8 +69,9 @@ class LoadJob:
         """Functions to call once all is in the state: `load_state_dict` of stateful values."""
         self.streams = CallerStreams(self.table)
         self.plan: LoadPlan | None = None
-        self.asked: Asked | None = None
-        """What is asked for of a published model."""
+        self.stored: Stored | None = None
+        """Committer: the names of the checkpoint, if what is left of them is to be told."""
+        self.rest = Rest()
         self.bytes_read = 0
         self.objects: dict[int, object] = {}
         """Objects that were read, by leaf."""
@@ -98,7 +104,8 @@ class LoadJob:
 
     def run(self) -> None:
         try:
-            self.operation.run(load_steps(self.operation.context, self), self.collect_error)
+            value = self.operation.run(load_steps(self.operation.context, self), self.collect_error)
+            self.rest = msgspec.convert(value, ready(Rest))
         except BaseException as error:
             if isinstance(error, CorruptCheckpoint):  # on all ranks
                 forget(self.store, self.rank)
@@ -138,10 +145,7 @@ class LoadJob:
                     index = Renamed(index, request.rename)
                 self.plan = plan = plan_load(index, request, self.leaves, self.table, self.owner)
                 self.operation.step = plan.step  # events have it from here on
-                if isinstance(index, ForeignSource):
-                    left_out = self._left_out(index, index.tied, plan)
-                    names = index.names()
-                    self.asked = Asked(self.store.url, names, plan.found, left_out, index.is_weight)
+                rows, left_out = self._asked(index, plan)
                 self._read(index, plan)
                 if request.options.link_unchanged:
                     remember_loaded(self.store, self.rank, index.about.get("attempt"))
@@ -154,7 +158,8 @@ class LoadJob:
                         hint="Load an older step, or another copy of this one.",
                     ) from None
                 raise self.version.replaced() from None
-        return HaveRead(self.bytes_read, plan.rows_asked)
+        kept = (*plan.absent, *plan.skipped)[:KEPT]
+        return HaveRead(self.bytes_read, plan.rows_asked, plan.tensors, kept, rows, left_out)
 
     def _read(self, index: Source, plan: LoadPlan) -> None:
         self.operation.bytes_total = plan.reads.bytes_needed
@@ -180,6 +185,21 @@ class LoadJob:
                     self.objects[leaf] = objects.decode(data, spec.name, self.leaves[leaf].value)
         self.built = plan.lazy.build(self.objects)
 
+    def _asked(self, index: Source, plan: LoadPlan) -> tuple[list[tuple[int, int]], list[str]]:
+        """Return the runs of rows that this rank asks for, and names that it does not ask for on purpose."""
+        counts, left_out = selector(self.request.patterns), list(plan.skipped)
+        tells = self.request.tells_rest and not index.fetched_for
+        if isinstance(index, ForeignSource):
+            tells, counts, left_out = True, index.is_weight, sorted(self._left_out(index, index.tied, plan))
+        # Names are read by one rank, and only where this one does not ask for all of them: to tell what is
+        # left, or for an error.
+        if self.operation.context.is_committer and len(plan.found) < index.tensors:
+            if tells:
+                self.stored = Stored(index.names(), counts)
+            elif not plan.tensors[1]:
+                self.stored = Stored(index.names(), lambda name: False)
+        return list(runs(plan.found.tolist())), left_out
+
     def _left_out(self, index: Source, tied: tuple[str, str] | None, plan: LoadPlan) -> frozenset[str]:
         """Return the tensors that this rank does not ask for on purpose."""
         # transformers takes an output that is not the embedding, whatever the configuration says.
@@ -193,9 +213,9 @@ class LoadJob:
             return self.request.left_out | {tied[0]}
         return self.request.left_out
 
-    def check(self, reports: dict[int, HaveRead]) -> None:
-        """Committer: refuse a load in which no rank asks for anything, though the checkpoint holds
-        something."""
+    def check(self, reports: dict[int, HaveRead]) -> Json:
+        """Committer: find what the load leaves. Refuse one in which no rank asks for anything, though the
+        checkpoint holds something, or for no tensor that is there."""
         assert self.plan is not None
         self.version.let_go()
         asked = self.request.may_be_empty or any(report.asked for report in reports.values())
@@ -206,10 +226,12 @@ class LoadJob:
                 hint="Give the values that are to be filled: a module, its state_dict(), what "
                 "holdfast.get_state_dict gives, tensors.",
             )
+        stored = self.stored or Stored((), lambda name: True)
+        return to_message(compare(stored, reports, self.request, self.leaves))
 
     # -- fill the state ---------------------------------------------------------------------------
 
-    def fill(self, unasked: tuple[str, ...] = ()) -> LoadReport:
+    def fill(self) -> LoadReport:
         """Put objects and created values into the state. Other ranks do not hear of an error here."""
         plan, context = self.plan, self.operation.context
         assert plan is not None
@@ -237,7 +259,7 @@ class LoadJob:
             self.bytes_read,
             self.operation.seconds(),
             plan.missing,
-            unasked,
+            self.rest.unasked,
             plan.skipped,
         )
 
@@ -264,13 +286,7 @@ def run_load_once(request: LoadRequest) -> LoadReport:
     except Unplaced:  # raised on every rank: the offsets depend on what all ranks hold
         job = LoadJob(request, exchange_offsets(request.store, request.call, job.table, job.collect_error))
         job.run()
-    unasked = job.asked.by_none(request.call) if job.asked is not None else ()
-    refused = [name for name in unasked if not request.may_be_left(name)]
-    if refused:  # on all ranks
-        raise LoadFailed(
-            f"No rank asks for {len(refused)} weights of {request.store.url}: {listed(refused)}.",
-            hint="Build the model with all that is published; another strict= of "
-            "holdfast.megatron.load, or install(huggingface=False), leaves such weights out.",
-            details={"unasked": refused[:100]},
-        )
-    return job.fill(unasked)
+    report = job.fill()
+    if request.call.rank == request.call.participants[0] and job.plan is not None:
+        warn(request.store.url, job.rest, job.plan.names_stored)
+    return report

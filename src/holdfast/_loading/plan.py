@@ -17,6 +17,7 @@ from holdfast._layout.tensor import KINDS, OBJECT, TENSOR, Dims, TensorSpec, lis
 from holdfast._loading.filling import check_filled, refuse_expanded
 from holdfast._loading.lazy_state import LazyStates, refuse_empty
 from holdfast._loading.request import SKIP, LoadRequest
+from holdfast._loading.rest import remedy
 from holdfast._loading.tied import Tied, rows_read_once
 from holdfast._plan.agreement import what
 from holdfast._plan.blocks import widen
@@ -24,6 +25,10 @@ from holdfast._plan.shard_table import Memory, ShardTable, describe
 from holdfast._state.leaf import Leaf
 from holdfast._state.memory import BytesMemory, TensorMemory, torch_dtype
 from holdfast.errors import MissingTensors, ShapeMismatch
+
+_KEEP = (
+    "The checkpoint has no value of this rank; holdfast.PerRank(value, optional=True) keeps the present one."
+)
 
 
 class LoadPlan(NamedTuple):
@@ -43,8 +48,12 @@ class LoadPlan(NamedTuple):
     tied: Tied
     """Rows of `wanted` whose memory is filled with another row."""
     lazy: LazyStates
+    tensors: tuple[int, int]
+    """How many tensors are to be filled, and how many are."""
+    absent: tuple[str, ...]
+    """Names of the state that the checkpoint lacks."""
     missing: tuple[str, ...]
-    """Names that the checkpoint lacks, and an optimizer's that stay without a state."""
+    """The same, and an optimizer's that stay without a state."""
     skipped: tuple[str, ...]
     """Names whose shape differs, which are left as they are."""
     rows_asked: int
@@ -103,6 +112,8 @@ def plan_load(
     check_filled(wanted, reads)
     refuse_expanded(wanted)
     tied = rows_read_once(wanted, position, columns, index.where)
+    kinds, gone = table.arrays().kind == TENSOR, rows < 0
+    optional = np.fromiter((leaf.optional for leaf in of_row), bool, len(of_row))
     return LoadPlan(
         wanted,
         [owners[row] for row in keep],
@@ -112,6 +123,8 @@ def plan_load(
         reads.without(tied.rows, wanted),
         tied,
         lazy,
+        (int((kinds & ~(gone & optional)).sum()), int((kinds & ~gone)[keep].sum())),
+        tuple(missing),
         (*lazy.missing, *missing),
         tuple(dict.fromkeys([*(table.specs[row].name for row in others), *lazy.skipped])),
         rows_asked,
@@ -140,8 +153,10 @@ def _check_missing(
         raise MissingTensors(
             f"{request.store.url} does not hold {len(names)} of the names in the state: "
             f"{listed(names, say)}.",
-            hint=f"It holds {index.tensors} names; leave these out of the load, or pass "
-            f"{request.lenient} to load the others.",
+            hint=remedy(names, have)
+            or (_KEEP if all(of_row[row].private for row in gone) else "")
+            or f"It holds {index.tensors} names; leave these out of the load, or pass {request.lenient} to "
+            "load the others.",
             details={"missing": names[:100]},
         )
     return names, len(table) - len(empty)

@@ -34,7 +34,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     """Names that the state has and the checkpoint does not: they kept their values (strict=False), or an
     optimizer still has no state under them."""
     unasked: tuple[str, ...] = ()
-    """Weights of a published model that no rank has asked for; they are also logged."""
+    """Names of the checkpoint that no rank has asked for, at most 10,000 of those that `include` and
+    `exclude` select; they are also logged. Of a published model, weights. Loads by the functions of torch
+    DCP, and Megatron's of its own checkpoints, list none: a part is mostly what is wanted there."""
     skipped: tuple[str, ...] = ()
     """Tensors that have another shape in the checkpoint, and kept their values (on_shape="skip")."""
 
@@ -47,6 +49,7 @@ class LoadRequest:
     signature: what else distinguishes this call from others on the same folder; the same on all ranks.
     left_out: names of a published model's weights that this rank does not ask for on purpose.
     may_be_left: whether another weight may be asked for by no rank, the same on all; others fail the load.
+    tells_rest: whether names that no rank asks for are told of; those of a published model always are.
     may_be_empty: whether all ranks may ask for nothing (torch DCP accepts that).
     lenient: how the caller's function is told to load what is there, for an error about names that are not.
     The other fields are the arguments of `holdfast.load`.
@@ -65,6 +68,7 @@ class LoadRequest:
     signature: object = None
     left_out: frozenset[str] = frozenset()
     may_be_left: Callable[[str], bool] = lambda name: True
+    tells_rest: bool = True
     may_be_empty: bool = False
     lenient: str = "strict=False"
 

@@ -90,7 +90,7 @@ def load_steps(context: Context, job: LoadActions) -> Steps:
         context.enter("reading")
         read = yield Do("read", partial(job.read, chosen))
         context.enter("read")
-        yield from agree(context, "read", read, job.check)
+        return (yield from agree(context, "read", read, job.check))
 
     return _call(context, rounds(), "loaded")
 

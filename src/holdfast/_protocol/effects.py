@@ -24,7 +24,7 @@ from holdfast._protocol.messages import (
 )
 from holdfast._protocol.phases import TRANSITIONS, Transitions
 from holdfast._roster.whereabouts import Inquiry
-from holdfast._values import Message
+from holdfast._values import Json, Message
 from holdfast.errors import HoldfastError, RankInfo
 
 
@@ -301,6 +301,7 @@ class LoadActions(Protocol):
 
     def read(self, chosen: Chosen) -> HaveRead: ...
 
-    def check(self, reports: dict[int, HaveRead]) -> None:
-        """Committer, after all ranks have read: raise if the reports show an error."""
+    def check(self, reports: dict[int, HaveRead]) -> Json:
+        """Committer, after all ranks have read: raise if the reports show an error; return what every rank is
+        told."""
         ...

@@ -132,6 +132,25 @@ class HaveRead(msgspec.Struct, frozen=True):
     bytes: int
     asked: int
     """Rows that it requested."""
+    tensors: tuple[int, int] = (0, 0)
+    """How many tensors it wants filled, and how many are."""
+    kept: tuple[str, ...] = ()
+    """Names that keep their values: the checkpoint lacks them, or has another shape. The first ones."""
+    rows: list[tuple[int, int]] = []
+    """Runs of rows of the index that it read, as (first, last): 100,000 names from each rank are more than a
+    roster should carry."""
+    left_out: list[str] = []
+    """Names that it does not ask for on purpose."""
+
+
+class Rest(msgspec.Struct, frozen=True):
+    """From the committer to all: what a load has left, on all ranks together."""
+
+    unasked: tuple[str, ...] = ()
+    """Names that no rank has asked for; the first ones."""
+    unasked_total: int = 0
+    kept: tuple[str, ...] = ()
+    """Names that keep their values on some rank; the first ones."""
 
 
 M = TypeVar("M", bound=msgspec.Struct)

@@ -212,6 +212,7 @@ def load_state(
             options=options,
             signature=request.mode.value,
             left_out=left_out,
+            tells_rest=False,  # `request.missing` does
             may_be_left=may_be_left or (lambda name: not refuses),
             lenient="strict='log_unexpected'",
         )

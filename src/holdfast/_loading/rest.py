@@ -1,0 +1,118 @@
+"""What a load leaves: names of the state that keep their values, and names of the checkpoint that no rank
+asks for. The committer compares what all ranks report, and all ranks are told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast._format.names import without_rank
+from holdfast._io.renamed import mapping_that_fits
+from holdfast._layout.tensor import listed
+from holdfast._loading.request import LoadRequest
+from holdfast._protocol.messages import HaveRead, Rest
+from holdfast._state.leaf import Leaf
+from holdfast.errors import LoadFailed, MissingTensors
+
+log = logging.getLogger("holdfast")
+TOLD = 10_000
+"""Names that a report lists at most."""
+KEPT = 100
+"""Names of a rank that keep their values, of which it tells."""
+
+
+class Stored(NamedTuple):
+    """The names of a checkpoint, for the committer, and whether some rank should ask for one: scales and
+    constants of a published model go with other tensors."""
+
+    names: Sequence[str]
+    counts: Callable[[str], bool]
+
+
+def compare(
+    stored: Stored, reports: dict[int, HaveRead], request: LoadRequest, leaves: Iterable[Leaf]
+) -> Rest:
+    """Committer: find what a load leaves.
+
+    leaves: of this rank's state.
+
+    Raises MissingTensors if no tensor of the state was filled, and LoadFailed for values that must not be
+    left: weights that `request.may_be_left` refuses, and those of ranks that are gone.
+    """
+    where, names = request.store.url, stored.names
+    kept = tuple(dict.fromkeys(name for report in reports.values() for name in report.kept))
+    if any(report.tensors[0] for report in reports.values()) and not any(
+        report.tensors[1] for report in reports.values()
+    ):
+        raise MissingTensors(
+            f"The load of {where} fills no tensor at all: it holds {len(names)} names, and none of the "
+            f"tensors in the state, such as {listed(kept, most=3)}.",
+            hint=remedy(kept, names)
+            or f"Compare the names: it holds {listed(names, most=3)}. Or give another folder.",
+            details={"missing": list(kept)},
+        )
+    unasked = _unasked(stored, reports)
+    refused = [name for name in unasked if not request.may_be_left(name)]
+    if refused:
+        raise LoadFailed(
+            f"No rank asks for {len(refused)} weights of {where}: {listed(refused)}.",
+            hint="Build the model with all that is published; another strict= of "
+            "holdfast.megatron.load, or install(huggingface=False), leaves such weights out.",
+            details={"unasked": refused[:100]},
+        )
+    if request.strict:
+        _refuse_gone(where, unasked, leaves)
+    return Rest(tuple(unasked[:TOLD]), len(unasked), kept[:KEPT])
+
+
+def _unasked(stored: Stored, reports: dict[int, HaveRead]) -> list[str]:
+    unasked, left_out = np.ones(len(stored.names), bool), set[str]()
+    for report in reports.values():
+        left_out.update(report.left_out)
+        for first, last in report.rows:
+            unasked[first : last + 1] = False
+    names = (stored.names[row] for row in np.flatnonzero(unasked).tolist())
+    return [name for name in names if stored.counts(name) and name not in left_out]
+
+
+def _refuse_gone(where: str, unasked: list[str], leaves: Iterable[Leaf]) -> None:
+    """Refuse to drop values of ranks that this job does not have, under names that its own ranks have."""
+    required = {without_rank(leaf.name) for leaf in leaves if leaf.private and not leaf.optional} - {None}
+    gone = [name for name in unasked if without_rank(name) in required]
+    patterns = sorted({f"{name.partition('@')[0]}@*" for name in gone})
+    if gone:
+        raise LoadFailed(
+            f"{where} holds {len(gone)} values of ranks that are not in this load, and would lose them: "
+            f"{listed(gone)}.",
+            hint="If they may go, say so: holdfast.PerRank(value, optional=True), or strict=False. If they "
+            f"may not, as positions in the data: read them with holdfast.load(path, include={patterns}), put "
+            f"them together, and leave them out of this load, exclude={patterns}.",
+            details={"names": gone[:100]},
+        )
+
+
+def remedy(missing: Sequence[str], names: Sequence[str]) -> str:
+    """Return what to do about names that a checkpoint does not hold under these, but under others; "" if no
+    renaming helps."""
+    shared = [name for name in missing if without_rank(name) is None]  # no rank is to get another's value
+    mapping, fits = mapping_that_fits(shared, names)
+    return f"rename={mapping!r} fits {fits} of these {len(missing)} names." if mapping else ""
+
+
+def warn(where: str, rest: Rest, total: int) -> None:
+    """Tell what a load has left, in one line."""
+    sentences = []
+    if rest.unasked:
+        sentences.append(
+            f"{rest.unasked_total} of the {total} names in {where} were not loaded, because no rank asks "
+            f"for them: {listed(rest.unasked)}."
+        )
+    if rest.kept:
+        sentences.append(
+            f"What {where} does not hold, or in another shape, kept its value: {listed(rest.kept)}."
+        )
+    if sentences:
+        log.warning("%s", " ".join(sentences))

@@ -1,0 +1,189 @@
+"""What a load leaves, in the state and in the checkpoint, is told; one that fills no tensor fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+
+import holdfast
+import holdfast.dcp as dcp
+from holdfast._io.renamed import mapping_that_fits
+from holdfast.errors import HoldfastError, LoadFailed, MissingTensors
+from tests.support.threads import on_ranks
+
+ALONE = holdfast.Job(no_dist=True)
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """The lines of the log so far."""
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        yield lambda: [record.getMessage() for record in caplog.records if record.name == "holdfast"]
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+
+
+def job_of(roster: Any) -> holdfast.Job:
+    return holdfast.Job(roster=roster, timeout=30, stall_timeout=10)
+
+
+@pytest.mark.parametrize("way", ["load", "restore", "dcp"])
+@pytest.mark.parametrize("with_step", [False, True])
+def test_a_load_that_fills_no_tensor_fails_and_names_the_renaming(
+    way: str, with_step: bool, tmp_path: Path
+) -> None:
+    saved = {"model": torch.compile(model()), "step": 7}
+    fresh = model()
+    before = [parameter.clone() for parameter in fresh.parameters()]
+    state: dict[str, Any] = {"model": fresh, **({"step": 0} if with_step else {})}
+    with holdfast.Checkpoints(tmp_path, job=ALONE) as run:
+        run.save(1, saved)
+        run.close()
+        ways = {
+            "restore": lambda: run.restore(state, strict=False),
+            "load": lambda: holdfast.load(state, tmp_path / "step-00000001", strict=False, job=ALONE),
+            "dcp": lambda: dcp.load(
+                {**state, "model": fresh.state_dict()},
+                checkpoint_id=tmp_path / "step-00000001",
+                planner=DefaultLoadPlanner(allow_partial_load=True),
+                no_dist=True,
+            ),
+        }
+        with pytest.raises(MissingTensors, match=r"fills no tensor at all.*'model\.0\.weight'") as error:
+            ways[way]()
+    assert "rename={'model._orig_mod': 'model'} fits 4 of these 4 names" in error.value.hint
+    assert all(torch.equal(one, other) for one, other in zip(before, fresh.parameters(), strict=True))
+    assert state.get("step", 0) == 0
+    rename = {"model._orig_mod": "model"}
+    holdfast.load(state, tmp_path / "step-00000001", rename=rename, job=ALONE)
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(saved["model"].parameters(), fresh.parameters(), strict=True)
+    )
+
+
+def test_a_strict_load_names_the_renaming_too(tmp_path: Path) -> None:
+    holdfast.save({"module": model().state_dict()}, tmp_path / "it", job=ALONE)
+    with pytest.raises(MissingTensors) as error:
+        holdfast.load({"model": model()}, tmp_path / "it", job=ALONE)
+    assert "rename={'module': 'model'} fits 4 of these 4 names" in error.value.hint
+    with pytest.raises(MissingTensors) as error:
+        holdfast.load(model().state_dict(), tmp_path / "it", job=ALONE)
+    assert "rename={'module': ''} fits 4 of these 4 names" in error.value.hint
+    with pytest.raises(MissingTensors) as error:
+        holdfast.load({"other": torch.ones(1)}, tmp_path / "it", job=ALONE)
+    assert "rename" not in error.value.hint
+    assert "strict=False" in error.value.hint
+
+
+def test_what_is_left_on_both_sides_is_one_line(tmp_path: Path, told: Any) -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(3), "optimizer": {"x": torch.ones(1)}, "step": 3}
+    holdfast.save(state, tmp_path / "it", job=ALONE)
+    assert holdfast.load(state, tmp_path / "it", job=ALONE).unasked == ()
+    assert told() == []
+    mine = {"a": torch.zeros(2), "b": torch.zeros(4), "more": torch.zeros(1)}
+    report = holdfast.load(mine, tmp_path / "it", strict=False, on_shape="skip", job=ALONE)
+    assert (report.missing, report.skipped) == (("more",), ("b",))
+    assert report.unasked == ("optimizer.x", "step")
+    (line,) = told()
+    assert "2 of the 4 names in" in line
+    assert "were not loaded, because no rank asks for them: 'optimizer.x'; 'step'." in line
+    assert line.endswith("kept its value: 'more'; 'b'.")
+
+
+def test_what_patterns_leave_is_left_on_purpose(tmp_path: Path, told: Any) -> None:
+    state = {"model": {"a": torch.ones(2), "b": torch.ones(3)}, "step": 3}
+    holdfast.save(state, tmp_path / "it", job=ALONE)
+    whole, mine = (
+        {"model": {"a": torch.zeros(2), "b": torch.zeros(3)}, "step": 0},
+        {"model": {"a": torch.zeros(2)}},
+    )
+    assert holdfast.load(mine, tmp_path / "it", include=["model.a"], job=ALONE).unasked == ()
+    assert holdfast.load(whole, tmp_path / "it", exclude=["step", "*.b"], job=ALONE).unasked == ()
+    assert told() == []
+    assert holdfast.load(mine, tmp_path / "it", include=["model"], job=ALONE).unasked == ("model.b",)
+
+
+def test_what_some_rank_asks_for_or_fills_counts(tmp_path: Path, told: Any) -> None:
+    names = [f"n{number:02d}" for number in range(12)]
+    holdfast.save({name: torch.ones(1) for name in names}, tmp_path / "it", job=ALONE)
+
+    def load(roster: Any) -> Any:
+        mine = {name: torch.zeros(1) for name in names[roster.rank : 11 : 3]}
+        if roster.rank == 1:  # fills none of its own, which other ranks do
+            mine = {"other": torch.zeros(1)}
+        report = holdfast.load(mine, tmp_path / "it", strict=False, job=job_of(roster))
+        return report.unasked, report.missing
+
+    left = ("n01", "n04", "n07", "n10", "n11")
+    assert on_ranks(3, load) == [(left, ()), (left, ("other",)), (left, ())]
+    (line,) = told()
+    assert "5 of the 12 names" in line
+    assert line.endswith("kept its value: 'other'.")
+
+
+def positions(roster: Any, **given: Any) -> dict[str, Any]:
+    return {"w": torch.ones(4), "data": holdfast.PerRank({"read": 100 + roster.rank}, **given)}
+
+
+def test_values_of_ranks_that_are_gone_are_not_dropped(tmp_path: Path, told: Any) -> None:
+    on_ranks(4, lambda roster: holdfast.save(positions(roster), tmp_path / "it", job=job_of(roster)))
+
+    def load(roster: Any, strict: bool = True, **given: Any) -> Any:
+        state = positions(roster, **given)
+        state["data"].value = {"read": 0}
+        try:
+            holdfast.load(state, tmp_path / "it", strict=strict, job=job_of(roster))
+        except HoldfastError as error:
+            return error
+        return state["data"].value["read"]
+
+    assert on_ranks(4, load) == [100, 101, 102, 103]
+    for error in on_ranks(2, load):
+        assert isinstance(error, LoadFailed)
+        assert "2 values of ranks that are not in this load, and would lose them: 'data@2.read'" in str(error)
+        assert "PerRank(value, optional=True)" in error.hint
+    assert told() == []
+    assert on_ranks(2, lambda roster: load(roster, optional=True)) == [100, 101]
+    assert on_ranks(2, lambda roster: load(roster, strict=False)) == [100, 101]
+    lines = told()
+    assert len(lines) == 2
+    assert all("no rank asks for them: 'data@2.read'; 'data@3.read'" in line for line in lines)
+
+
+def test_a_rank_that_is_new_is_told_of_optional(tmp_path: Path) -> None:
+    on_ranks(2, lambda roster: holdfast.save(positions(roster), tmp_path / "it", job=job_of(roster)))
+
+    def load(roster: Any) -> Any:
+        holdfast.load(positions(roster), tmp_path / "it", job=job_of(roster))
+
+    with pytest.raises(MissingTensors) as error:
+        on_ranks(4, load)
+    assert "PerRank(value, optional=True) keeps the present one" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names", "mapping", "fits"),
+    [
+        (["a.w"], ["b.w"], {"b": "a"}, 1),
+        (["a.x.w", "a.y.w"], ["b.x.w", "b.y.w", "c.x.w"], {"b": "a"}, 2),
+        (["x.w"], ["model.x.w"], {"model": ""}, 1),
+        (["model.x.w"], ["x.w", "y"], {"": "model"}, 1),
+        (["a.w"], ["a.v"], {}, 0),
+        (["a.w"], [], {}, 0),
+        ([], ["a.w"], {}, 0),
+        (["m.0.w", "m.1.w"], ["m.layers.0.w", "m.layers.1.w"], {"m.layers": "m"}, 2),
+    ],
+)
+def test_the_renaming_that_fits(
+    wanted: list[str], names: list[str], mapping: dict[str, str], fits: int
+) -> None:
+    assert mapping_that_fits(wanted, names) == (mapping, fits)
