@@ -169,6 +169,7 @@ class _Comparison:
 
     def run(self, keep: Callable[[str], bool]) -> None:
         mine, theirs = self._lead.weights(), self._other.weights()
+        self._refuse_unknown(mine, theirs)
         prints = self._lead.fingerprints(), self._other.fingerprints()
         compared = 0
         for name, spec in mine.items():
@@ -197,6 +198,19 @@ class _Comparison:
             left.remove(tied[0])
             self._check_tie(theirs[tied[0]], theirs[tied[1]])
         self.only[1].extend(left)
+
+    def _refuse_unknown(self, mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]) -> None:
+        """Raise BadInput for a published model that no table knows, beside names that are not its own."""
+        published = self._other.published
+        if published is None or self._view is not None or self._lead.published is not None:
+            return
+        if not mine.keys() & theirs.keys():
+            raise BadInput(
+                f"Whether {self._lead.where} holds the model of {self._other.where} can't be told: no table "
+                f"knows its model_type {published.config.get('model_type')!r}, and the two have no name in "
+                f"common, such as {min(mine)!r} and {min(theirs)!r}.",
+                hint="docs/huggingface.md shows how to add a table.",
+            )
 
     @staticmethod
     def _goes_with_its_tensor(

@@ -4,6 +4,7 @@ something went wrong. `same` names the tensor."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -261,6 +262,21 @@ def test_parts_of_several_dtypes_are_each_compared_in_theirs(tmp_path: Path) -> 
         {"decoder.layers.mlp.linear_fc2.weight": down}, tmp_path / "c", job=holdfast.Job(no_dist=True)
     )
     assert names(holdfast.same(tmp_path / "a", tmp_path / "c")) == {"decoder.layers.mlp.linear_fc2.weight"}
+
+
+def test_a_model_that_no_table_knows_is_not_called_different(
+    model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, step = model
+    shutil.copytree(folder, tmp_path / "unknown")
+    edit_config(tmp_path / "unknown", model_type="new_moe")
+    for one, other in ((step, tmp_path / "unknown"), (tmp_path / "unknown", step)):
+        with pytest.raises(BadInput, match=r"can't be told: no table knows its model_type 'new_moe'"):
+            holdfast.same(one, other)
+    # Under its own names it needs no table.
+    holdfast.save(dict(weights(folder)), tmp_path / "own", job=holdfast.Job(no_dist=True))
+    assert holdfast.same(tmp_path / "own", tmp_path / "unknown").same
+    assert holdfast.same(folder, tmp_path / "unknown").same
 
 
 def test_a_broken_tie_is_named(model: tuple[Path, Path], tmp_path: Path) -> None:
