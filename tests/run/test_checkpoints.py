@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import BadInput, HoldfastError
+from holdfast._store.local import open_store
+from holdfast._store.pins import Pin
+from holdfast.errors import BadInput, Conflict, HoldfastError
 from tests.run import jobs
 from tests.support.processes import ProcessWorld
+from tests.support.threads import on_ranks
 from tests.support.waiting import SLACK
 
 ALONE = holdfast.Job(no_dist=True)
@@ -182,3 +186,63 @@ def test_no_rule_no_word_of_it_in_the_index(tmp_path: Path) -> None:
     assert "retention" not in about
     assert "metrics" not in about
     shutil.rmtree(tmp_path)
+
+
+def test_a_step_is_deleted_on_all_ranks_together(tmp_path: Path) -> None:
+    def job(roster: Any) -> Any:
+        made = holdfast.Job(roster=roster, timeout=30, stall_timeout=10)
+        with holdfast.Checkpoints(tmp_path, job=made) as run:
+            for step in (1, 2, 3):
+                run.save(step, {"w": torch.full((2,), float(step))})
+            run.delete(2)
+            before = run.steps()
+            errors = []
+            for step in (2, 7):
+                try:
+                    run.delete(step)
+                except HoldfastError as error:
+                    errors.append(f"{type(error).__name__}: {error.message}")
+            state = {"w": torch.zeros(2)}
+            run.delete(3)
+            return before, errors, run.restore(state), state["w"].tolist()
+
+    for before, errors, restored, value in on_ranks(2, job):
+        assert before == [1, 3]
+        assert len(errors) == 2
+        assert all("NotCommitted" in line and "no committed step" in line for line in errors)
+        assert (restored, value) == (1, [1.0, 1.0])
+    assert not (tmp_path / "step-00000002").exists()
+
+
+def test_a_step_that_is_read_or_foreign_is_not_deleted(tmp_path: Path) -> None:
+    with holdfast.Checkpoints(tmp_path, job=ALONE) as run:
+        run.save(1, {"w": torch.ones(2)})
+        run.save(2, {"w": torch.ones(2)})
+        run.close()
+        (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+        with (
+            closing(Pin(open_store(tmp_path / "step-00000002"))),
+            pytest.raises(Conflict, match="is being read"),
+        ):
+            run.delete(2)
+        assert run.steps() == [1, 2]
+        run.delete(1)
+        assert run.steps() == [2]
+        assert (tmp_path / "step-00000001" / "notes.txt").read_text() == "mine"
+        (tmp_path / "step-00000005").symlink_to(tmp_path / "step-00000002")
+        with pytest.raises(HoldfastError, match=r"is not a step that this run has made|no committed step"):
+            run.delete(5)
+        assert (tmp_path / "step-00000002" / "index.safetensors").exists()
+
+
+def test_a_run_is_restored_as_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    with holdfast.Checkpoints(tmp_path, job=ALONE) as run:
+        run.save(4, {"module": {"w": torch.ones(2), "head": torch.ones(3)}, "step": 4})
+        model = {"w": torch.zeros(2, dtype=torch.bfloat16), "head": torch.zeros(5)}
+        state: dict[str, Any] = {"model": model, "step": 0}
+        how: dict[str, Any] = {"rename": {"module": "model"}, "cast": True, "on_shape": "skip"}
+        assert run.restore(state, **how) == 4
+        assert (state["step"], model["w"].tolist()) == (4, [1.0, 1.0])
+        report = run.restore_report(state, **how)
+        assert report is not None
+        assert (report.step, report.skipped, report.missing) == (4, ("model.head",), ())

@@ -37,7 +37,7 @@ _warned: set[str] = set()
 """Linked steps about which a warning was logged."""
 
 
-def _is_removable(store: Store, folder: str) -> bool:
+def is_removable(store: Store, folder: str) -> bool:
     """Return whether this run made a committed step, so that it may be removed as an old one."""
     if not is_spelled_as_ours(folder):
         return False
@@ -56,8 +56,8 @@ def retire(
     read: Callable[[int, str], StepFacts],
     damaged: Collection[int] = (),
     passed: set[str] | None = None,
-) -> None:
-    """Remove the steps that no rule keeps; never the step that was just saved.
+) -> list[str]:
+    """Remove the steps that no rule keeps; never the step that was just saved. Return their folders.
 
     read: returns what the index of a step says, given its number and folder; called only if a rule asks.
     damaged: steps that a load has skipped. They take no good step's place, and are kept so that somebody can
@@ -65,7 +65,7 @@ def retire(
     passed: folders that are known to be no step that may be removed, and are not looked at; others are added.
     """
     if rules.keep is None:
-        return
+        return []
     passed = set() if passed is None else passed
     steps = [
         (step, folders)
@@ -78,23 +78,26 @@ def retire(
         if rules.best is None and len(removable) >= rules.keep and rules.stays_by_number(step):
             continue  # no other rule compares it with other steps
         marked = best_of(store, folders)
-        if marked is not None and marked.mark == INDEX and _is_removable(store, marked.folder):
+        if marked is not None and marked.mark == INDEX and is_removable(store, marked.folder):
             removable[step] = marked.folder
         else:
             passed.update(folders)
     if len(removable) <= rules.keep:
-        return
+        return []
     kept = rules.kept(
         [
             read(step, folder) if rules.asks_the_index else StepFacts(step)
             for step, folder in removable.items()
         ]
     )
+    removed = []
     for step, folder in sorted(removable.items()):
         # An older step that was saved again may not be among the newest; it stays until the next save.
         if step not in kept and step != saved:
             with suppress(HoldfastError):  # the next save tries again
                 remove_step(store, folder)
+                removed.append(folder)
+    return removed
 
 
 def remove_step(store: Store, folder: str) -> bool:

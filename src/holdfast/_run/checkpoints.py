@@ -10,15 +10,20 @@ from typing import SupportsFloat
 from msgspec.structs import replace
 
 from holdfast._background.pending import Pending
+from holdfast._io.old_steps import is_removable, remove_step
+from holdfast._io.renamed import Rename
 from holdfast._loading.job import run_load_once
-from holdfast._loading.request import LoadReport, LoadRequest
-from holdfast._protocol.call import Call, whole_step
+from holdfast._loading.request import RAISE, LoadReport, LoadRequest
+from holdfast._protocol.call import Call, begin_call, whole_step
+from holdfast._protocol.operation import agree
 from holdfast._run.folder import RunFolder
 from holdfast._saving.job import SaveJob
 from holdfast._saving.request import PREVIOUS, SaveRequest
 from holdfast._state.flatten import flatten
 from holdfast._store.base import Store
+from holdfast._store.run_folder import committed_folder
 from holdfast._values import Json
+from holdfast.errors import BadInput, Conflict, NotCommitted
 
 log = logging.getLogger("holdfast")
 
@@ -95,6 +100,9 @@ class Checkpoints(RunFolder):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         strict: bool = True,
+        cast: bool = False,
+        rename: Rename | None = None,
+        on_shape: str = RAISE,
         fallback: bool = True,
     ) -> int | None:
         """Load the newest committed step (or `step`) in place; returns its number, None if there is no
@@ -103,9 +111,19 @@ class Checkpoints(RunFolder):
         A step may be a checkpoint of torch DCP or megatron-core. If the folder has only checkpoints that are
         no steps, or can't be loaded, that is a BadInput, never None. All ranks load the same step. If a step
         is damaged, the one before it is loaded, with a warning, unless `fallback=False` or `step` is given.
+
+        include, exclude, strict, cast, rename, on_shape: as in `holdfast.load`.
         """
         report = self.restore_report(
-            state, step, include=include, exclude=exclude, strict=strict, fallback=fallback
+            state,
+            step,
+            include=include,
+            exclude=exclude,
+            strict=strict,
+            cast=cast,
+            rename=rename,
+            on_shape=on_shape,
+            fallback=fallback,
         )
         return None if report is None else report.step
 
@@ -117,6 +135,9 @@ class Checkpoints(RunFolder):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         strict: bool = True,
+        cast: bool = False,
+        rename: Rename | None = None,
+        on_shape: str = RAISE,
         fallback: bool = True,
     ) -> LoadReport | None:
         """Do what `restore` does, and return the whole report; None if there is no checkpoint at all."""
@@ -129,6 +150,9 @@ class Checkpoints(RunFolder):
                 include=include,
                 exclude=exclude,
                 strict=strict,
+                cast=cast,
+                rename=rename,
+                on_shape=on_shape,
                 options=self._job.options,
             )
             report = run_load_once(request)
@@ -142,3 +166,32 @@ class Checkpoints(RunFolder):
             return replace(report, step=number)  # it may have been saved without a step, or by torch DCP
 
         return self._load(load, step, fallback)
+
+    def delete(self, step: int) -> None:
+        """Remove a committed step: exactly the files that are Holdfast's. All participants call it, after the
+        saves under way.
+
+        Raises NotCommitted if there is no such step, and Conflict if somebody reads it, or if another job
+        saves into the run; BadInput for a step that this run has not made, such as a link.
+        """
+        step = whole_step(step)
+        self._settle()
+        call = begin_call(self._job)
+
+        def remove(answers: dict[int, Json]) -> None:
+            self._permit(call, lambda: None)
+            with self._tidying:
+                folder = committed_folder(self.store, step)
+                if folder is None:
+                    raise NotCommitted(f"{self.store.url} has no committed step {step}.")
+                if not is_removable(self.store, folder):
+                    raise BadInput(f"{self.store.url}/{folder} is not a step that this run has made.")
+                remove_step(self.store, folder)
+                self._facts.pop(folder, None)
+                if committed_folder(self.store, step) is not None:
+                    raise Conflict(
+                        f"Step {step} in {self.store.url} is being read.", hint="Delete it after that."
+                    )
+
+        title = f"removal of step {step} from {self.store.url}"
+        agree(title, f"{self.store.url}|delete|{step}", remove, call)

@@ -265,7 +265,9 @@ class RunFolder:
             folder = step_folder(step, self.megatron)
             self._passed.discard(folder)
             self._facts.pop(folder, None)
-            retire(self.store, self._rules, step, self._read_once, self._damaged, self._passed)
+            removed = retire(self.store, self._rules, step, self._read_once, self._damaged, self._passed)
+            for name in removed:
+                self._facts.pop(name, None)
 
     def _read(self, step: int, folder: str) -> StepFacts:
         """Return what the index of a step says; of one that can't be read, that nothing is known."""
