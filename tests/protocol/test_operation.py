@@ -46,6 +46,18 @@ def test_a_long_one_says_how_far_it_is(
     assert moved[0] != moved[-1]
 
 
+def test_no_more_is_moved_than_there_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    state: dict[str, object] = {f"w{number}": torch.ones(number) for number in range(5)} | {"step": 3}
+    holdfast.save(state, tmp_path / "it", job=ALONE)
+    holdfast.load(state, tmp_path / "it", job=ALONE)
+    lines = [record.getMessage() for record in caplog.records if "has moved" in record.getMessage()]
+    for line in lines:
+        done, total = line.partition("has moved ")[2].partition(" in ")[0].split(" of ")
+        assert done == total
+    assert len(lines) == 2
+
+
 def test_the_event_of_the_commit_has_seconds_and_bytes(tmp_path: Path) -> None:
     seen: list[events.Event] = []
     stop = events.subscribe(seen.append)

@@ -179,9 +179,7 @@ class Pending(Future[SaveReport]):
         save = self._save
         if save is None:
             return self._last
-        return Progress(
-            save.operation.context.phase, save.operation.presence.progress, save.operation.bytes_total
-        )
+        return Progress(save.operation.context.phase, save.operation.bytes_done, save.operation.bytes_total)
 
     def late(self, what: str, timeout: float | None) -> DeadlineExceeded:
         """Return the error of a wait that is over while the save goes on."""

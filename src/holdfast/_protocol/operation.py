@@ -73,7 +73,7 @@ class Operation:
         self.cancel = Cancel()
         self.attempt = ""
         """A name of this attempt that all its ranks share and no other attempt has."""
-        self.bytes_total = 0
+        self.bytes_total = self.bytes_done = 0
         """Bytes that `progress` will have noted at the end; 0 until that is known."""
         self._bar: Bar | None = None
         self.alone = len(call.participants) == 1
@@ -129,10 +129,11 @@ class Operation:
             log.warning("%s: %s came after %.0f s.", self.context.title, came, late.waited)
             self.emit("came", **fields)
             return
+        whom = f"rank {late.ranks[0].rank}" if late.everyone == 1 else f"{late.everyone} ranks"
         until = " without progress" if self.context.deadline.moves else ""
         log.warning(
-            "%s: rank %d has waited %.0f s for %s to %s. It waits on, for up to %.0f s%s.",
-            *(self.context.title, self.call.rank, late.waited, names, late.what, late.left, until),
+            "%s: rank %d has waited %.0f s for %s to %s: %s. It waits on, for up to %.0f s%s.",
+            *(self.context.title, self.call.rank, late.waited, whom, late.what, names, late.left, until),
         )
         self.emit("late", what=late.what, left=late.left, **fields)
 
@@ -176,22 +177,23 @@ class Operation:
         # Subscribers are user code. If one hangs, the error must not blame the message store
         # (`runner._stuck`).
         with self.presence.working():
-            self.emit(phase, bytes=self.presence.progress, seconds=self.seconds())
+            self.emit(phase, bytes=self.bytes_done, seconds=self.seconds())
 
     def progress(self, moved: int) -> None:
         """Note `moved` more bytes. Raises if the operation was given up meanwhile."""
         self.cancel.check()
         self.presence.progress += moved
+        self.bytes_done += moved
         self.call.deadline.note_progress()
-        self.emit(self.presence.phase, bytes_done=self.presence.progress, bytes_total=self.bytes_total)
+        self.emit(self.presence.phase, bytes_done=self.bytes_done, bytes_total=self.bytes_total)
         if self._bar is not None:
-            self._bar.draw(self.presence.progress, self.bytes_total)
+            self._bar.draw(self.bytes_done, self.bytes_total)
         if time.monotonic() - self._told >= TELL_EVERY:
             self._tell()
 
     def _tell(self) -> None:
         """Log how far this rank is; on the lowest rank alone, as all have about the same to do."""
-        self._told, done = time.monotonic(), self.presence.progress
+        self._told, done = time.monotonic(), self.bytes_done
         if self.call.rank == self.call.participants[0]:
             speed = size_text(done / max(self.seconds(), 1e-6))
             log.info(
