@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -440,3 +440,54 @@ def test_states_of_eight_bits(eight_bit: Any, name: str, layout: str, tmp_path: 
     holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))  # over what is there, in place
     train(model, optimizer, range(0))
     assert fresh.state[other[0].weight]["exp_avg"] is codes or layout == "itself"
+
+
+def one_step(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_casts_follow_the_parameter_and_leave_counters_alone(
+    layout: str, stepped: bool, tmp_path: Path
+) -> None:
+    model, other = model_of(1), model_of(2).to(torch.bfloat16)
+    optimizer, fresh = (torch.optim.AdamW(m.parameters(), 0.1) for m in (model, other))
+    one_step(model, optimizer)
+    for state in optimizer.state.values():
+        state["step"].fill_(1001)
+    if stepped:
+        one_step(other, fresh)
+    holdfast.save(state_of(model, optimizer, layout), tmp_path, job=holdfast.Job(no_dist=True))
+    holdfast.load(state_of(other, fresh, layout), tmp_path, cast=True, job=holdfast.Job(no_dist=True))
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        was, now = optimizer.state[one], fresh.state[two]
+        assert (now["step"].dtype, now["step"].item()) == (torch.float32, 1001)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert now[key].dtype == torch.bfloat16
+            assert torch.equal(now[key], was[key].bfloat16())
+    one_step(other, fresh)
+    values = holdfast.load(tmp_path, cast=torch.bfloat16)
+    [*states] = (value for name, value in leaves_below(values) if name == "step")
+    assert states
+    assert all((value.dtype, value.item()) == (torch.float32, 1001) for value in states)
+
+
+def leaves_below(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from leaves_below(part, str(key).rpartition(".")[2])
+    elif isinstance(value, torch.Tensor):
+        yield name, value
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cast_that_is_not_of_the_parameter_changes_no_moment(layout: str, tmp_path: Path) -> None:
+    model, other = (model_of(seed).to(torch.bfloat16) for seed in (1, 2))
+    optimizer, fresh = (InFloat32(m.parameters(), 0.1) for m in (model, other))
+    one_step(model, optimizer)
+    holdfast.save(state_of(model, optimizer, layout), tmp_path, job=holdfast.Job(no_dist=True))
+    holdfast.load(state_of(other, fresh, layout), tmp_path, cast=True, job=holdfast.Job(no_dist=True))
+    equal_states(model, optimizer, other, fresh)

@@ -72,8 +72,12 @@ class LazyStates:
             if parameter is not None and (_address(parameter), tuple(parameter.shape)) in places:
                 self.skipped.append(leaf.name)
 
-    def look(self, index: Source, patterns: Patterns, strict: bool) -> None:
-        """Add leaves and rows for what the checkpoint has where the state has nothing yet."""
+    def look(self, index: Source, patterns: Patterns, strict: bool, cast: bool = False) -> None:
+        """Add leaves and rows for what the checkpoint has where the state has nothing yet.
+
+        cast: states of a parameter that is stored in another dtype get the parameter's, as
+            `Optimizer.load_state_dict` gives it to them.
+        """
         awaited = ParameterState | Rest
         lazy = [leaf for leaf in self.leaves if isinstance(leaf.value, awaited)]
         if self.skipped:
@@ -104,8 +108,11 @@ class LazyStates:
         columns = index.select(wanted)
         selected = [(leaf, np.searchsorted(wanted, rows).tolist()) for leaf, rows in parts]
         self._check_shapes(selected, columns, index, names)
+        alike = self._stored_as_they_are(index) if cast else frozenset()
         for leaf, rows in selected:
-            self._make(leaf, columns, rows)
+            parameter = getattr(leaf.value, "parameter", None)
+            follows = cast and parameter is not None and _address(parameter) not in alike
+            self._make(leaf, columns, rows, follows)
 
     def build(self, objects: Mapping[int, object]) -> list[tuple[Leaf, object]]:
         """Build what takes the place of leaves, once all parts are read. objects: those that were read, by
@@ -155,8 +162,22 @@ class LazyStates:
                 )
         return states
 
-    def _make(self, leaf: Leaf, columns: Columns, rows: list[int]) -> None:
-        """Add leaves for the parts of a leaf, and rows for those."""
+    def _stored_as_they_are(self, index: Source) -> frozenset[int]:
+        """Return the addresses of tensors of the state that are stored in the dtype that they have."""
+        tensors = [
+            (spec, memory.tensor)
+            for spec, memory in zip(self.table.specs, self.table.memory, strict=True)
+            if isinstance(memory, TensorMemory) and spec.kind == TENSOR
+        ]
+        rows = index.find([spec.name for spec, _ in tensors])
+        there = (rows >= 0).nonzero()[0]
+        found, position = np.unique(rows[there], return_inverse=True)
+        dtypes = index.select(found).dtype[position].tolist()
+        known = zip((tensors[at] for at in there.tolist()), dtypes, strict=True)
+        return frozenset(_address(tensor) for (spec, tensor), dtype in known if spec.dtype == dtype)
+
+    def _make(self, leaf: Leaf, columns: Columns, rows: list[int], follows: bool) -> None:
+        """Add leaves for the parts of a leaf, and rows for those. follows: in the dtype of the parameter."""
         value, made, new = leaf.value, Made(leaf), list[Leaf]()
         parameter = getattr(value, "parameter", None)
         # What get_state_dict gave has a source, and its states may be used without the optimizer.
@@ -175,6 +196,9 @@ class LazyStates:
             if int(columns.kind[row]) == TENSOR:
                 dtype = torch_dtype(int(columns.dtype[row]))
                 shape = columns.shape_of(row)
+                # But for counters: bfloat16 counts to 256.
+                if parameter is not None and follows and shape and dtype.is_floating_point:
+                    dtype = parameter.dtype if parameter.is_floating_point() else dtype
                 # A present tensor that fits is filled in place.
                 tensor = present.get(name)
                 if (

@@ -82,7 +82,7 @@ def plan_load(
             ]
         )
     # Create what the state lacks first: it adds rows to the table, which are then filled like others.
-    lazy.look(index, request.patterns, request.strict)
+    lazy.look(index, request.patterns, request.strict, request.cast)
     rows = index.find([spec.name for spec in table.specs])
     of_row = [leaves[leaf] for leaf in owners]
     missing, rows_asked = _check_missing(request, index, table, of_row, (rows < 0).nonzero()[0].tolist())

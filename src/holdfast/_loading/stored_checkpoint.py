@@ -168,8 +168,9 @@ class StoredCheckpoint(Mapping[str, Any]):
 
             model.load_state_dict(holdfast.open("run/step-100").read("model"))
 
-        prefix: for `model`, the names that begin with `model.`. dtype: of floating-point tensors; None: as
-            they are stored. Raises MissingTensors if nothing lies below the prefix.
+        prefix: for `model`, the names that begin with `model.`. dtype: of floating-point tensors, but for
+            those without dimensions, which are counters; None: as they are stored. Raises MissingTensors if
+            nothing lies below the prefix.
         """
         start = f"{prefix}." if prefix else ""
         names = [name for name in self._names if name.startswith(start)]
@@ -264,7 +265,8 @@ def _code(spec: TensorSpec, wanted: torch.dtype | None) -> int:
             f"The dtype to cast to must be a torch.dtype of floating-point numbers, not {wanted!r}.",
             hint="For example torch.bfloat16.",
         )
-    if not torch_dtype(spec.dtype).is_floating_point:
+    # A tensor without dimensions is a counter, as an optimizer's `step`: bfloat16 counts to 256.
+    if not torch_dtype(spec.dtype).is_floating_point or not spec.shape:
         return spec.dtype
     return dtype_code(str(wanted)[6:], "The result")
 
