@@ -59,7 +59,7 @@ def test_a_load_that_fills_no_tensor_fails_and_names_the_renaming(
         }
         with pytest.raises(MissingTensors, match=r"fills no tensor at all.*'model\.0\.weight'") as error:
             ways[way]()
-    assert "rename={'model._orig_mod': 'model'} fits 4 of these 4 names" in error.value.hint
+    assert "rename={'model._orig_mod': 'model'}) fits 4 of these 4 names" in error.value.hint
     assert all(torch.equal(one, other) for one, other in zip(before, fresh.parameters(), strict=True))
     assert state.get("step", 0) == 0
     rename = {"model._orig_mod": "model"}
@@ -74,10 +74,10 @@ def test_a_strict_load_names_the_renaming_too(tmp_path: Path) -> None:
     holdfast.save({"module": model().state_dict()}, tmp_path / "it", job=ALONE)
     with pytest.raises(MissingTensors) as error:
         holdfast.load({"model": model()}, tmp_path / "it", job=ALONE)
-    assert "rename={'module': 'model'} fits 4 of these 4 names" in error.value.hint
+    assert "rename={'module': 'model'}) fits 4 of these 4 names" in error.value.hint
     with pytest.raises(MissingTensors) as error:
         holdfast.load(model().state_dict(), tmp_path / "it", job=ALONE)
-    assert "rename={'module': ''} fits 4 of these 4 names" in error.value.hint
+    assert "rename={'module': ''}) fits 4 of these 4 names" in error.value.hint
     with pytest.raises(MissingTensors) as error:
         holdfast.load({"other": torch.ones(1)}, tmp_path / "it", job=ALONE)
     assert "rename" not in error.value.hint

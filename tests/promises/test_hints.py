@@ -42,6 +42,7 @@ RAISED_BY: dict[str, list[Callable[..., Any]]] = {
     "_layout/grid.py": [holdfast.Grid],
     "_integrations/huggingface/fetch.py": [huggingface.fetch],
     "_loading/job.py": [holdfast.load, holdfast.Checkpoints.restore],
+    "_loading/rest.py": [holdfast.load, holdfast.Checkpoints.restore],
     "_loading/tied.py": [holdfast.load, holdfast.Checkpoints.restore],
     "_plan/agreement.py": [holdfast.save, holdfast.async_save, holdfast.Checkpoints.save],
     "_protocol/call.py": [holdfast.save, holdfast.load, dcp.save, dcp.load, huggingface.export],

@@ -35,8 +35,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield each run of consecutive integers as (first, last)."""
-    start = 0
-    for i in range(1, len(values) + 1):
-        if i == len(values) or values[i] != values[i - 1] + 1:
+    start, count = 0, len(values)
+    for i in range(1, count + 1):
+        if i == count or values[i] != values[i - 1] + 1:
             yield values[start], values[i - 1]
             start = i

@@ -112,8 +112,8 @@ def plan_load(
     check_filled(wanted, reads)
     refuse_expanded(wanted)
     tied = rows_read_once(wanted, position, columns, index.where)
-    kinds, gone = table.arrays().kind == TENSOR, rows < 0
-    optional = np.fromiter((leaf.optional for leaf in of_row), bool, len(of_row))
+    kinds, gone = table.arrays().kind == TENSOR, (rows < 0).nonzero()[0].tolist()
+    wants = kinds.sum() - sum(of_row[row].optional and bool(kinds[row]) for row in gone)
     return LoadPlan(
         wanted,
         [owners[row] for row in keep],
@@ -123,7 +123,7 @@ def plan_load(
         reads.without(tied.rows, wanted),
         tied,
         lazy,
-        (int((kinds & ~(gone & optional)).sum()), int((kinds & ~gone)[keep].sum())),
+        (int(wants), int(kinds[keep].sum())),
         tuple(missing),
         (*lazy.missing, *missing),
         tuple(dict.fromkeys([*(table.specs[row].name for row in others), *lazy.skipped])),

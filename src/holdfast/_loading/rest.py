@@ -99,7 +99,7 @@ def remedy(missing: Sequence[str], names: Sequence[str]) -> str:
     renaming helps."""
     shared = [name for name in missing if without_rank(name) is None]  # no rank is to get another's value
     mapping, fits = mapping_that_fits(shared, names)
-    return f"rename={mapping!r} fits {fits} of these {len(missing)} names." if mapping else ""
+    return f"holdfast.load(rename={mapping!r}) fits {fits} of these {len(missing)} names." if mapping else ""
 
 
 def warn(where: str, rest: Rest, total: int) -> None:
