@@ -19,9 +19,10 @@ from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import holdfast
+import holdfast.dcp as holdfast_dcp
 from holdfast._cli import cli
 from holdfast._maintenance.inspect import describe
-from holdfast.errors import BadInput, MissingTensors
+from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 from tests.state.optimizers import equal_states, equal_weights, model_of, train
 
 Optimizer = torch.optim.Optimizer
@@ -491,3 +492,66 @@ def test_a_cast_that_is_not_of_the_parameter_changes_no_moment(layout: str, tmp_
     holdfast.save(state_of(model, optimizer, layout), tmp_path, job=holdfast.Job(no_dist=True))
     holdfast.load(state_of(other, fresh, layout), tmp_path, cast=True, job=holdfast.Job(no_dist=True))
     equal_states(model, optimizer, other, fresh)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "rates", [(0.01, 0.05), (0.01, torch.tensor(0.05)), (torch.tensor(0.01), 0.05)], ids=str
+)
+def test_a_learning_rate_may_become_a_tensor_or_a_number(
+    layout: str, rates: tuple[Any, Any], tmp_path: Path
+) -> None:
+    """As with torch.load: the next step is that of the run that was saved."""
+    model, other = model_of(1), model_of(2)
+    optimizer, fresh = (
+        torch.optim.AdamW(m.parameters(), lr=rate) for m, rate in zip((model, other), rates, strict=True)
+    )
+    one_step(model, optimizer)
+    holdfast.save(state_of(model, optimizer, layout), tmp_path, job=holdfast.Job(no_dist=True))
+    holdfast.load(state_of(other, fresh, layout), tmp_path, job=holdfast.Job(no_dist=True))
+    assert type(fresh.param_groups[0]["lr"]) is type(rates[0])
+    one_step(model, optimizer)
+    one_step(other, fresh)
+    equal_weights(model, other)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("saves", [dcp, holdfast_dcp], ids=["torch", "holdfast"])
+@pytest.mark.parametrize("rates", [(0.01, torch.tensor(0.05)), (torch.tensor(0.01), 0.05)], ids=str)
+def test_a_learning_rate_of_another_kind_by_the_functions_of_dcp(
+    flat: bool, saves: Any, rates: tuple[Any, Any], tmp_path: Path
+) -> None:
+    model, other = model_of(1), model_of(2)
+    optimizer, fresh = (
+        torch.optim.AdamW(m.parameters(), lr=rate) for m, rate in zip((model, other), rates, strict=True)
+    )
+    one_step(model, optimizer)
+    options = theirs.StateDictOptions(flatten_optimizer_state_dict=flat)
+    names = ("model", "optimizer")
+    state = dict(zip(names, theirs.get_state_dict(model, optimizer, options=options), strict=True))
+    saves.save(state, checkpoint_id=tmp_path, no_dist=True)
+    state = dict(zip(names, theirs.get_state_dict(other, fresh, options=options), strict=True))
+    holdfast_dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    theirs.set_state_dict(
+        other,
+        fresh,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=options,
+    )
+    one_step(model, optimizer)
+    one_step(other, fresh)
+    equal_weights(model, other)
+
+
+def test_only_numbers_and_tensors_without_dimensions_are_exchanged(tmp_path: Path) -> None:
+    alone = holdfast.Job(no_dist=True)
+    holdfast.save({"a": "text", "b": torch.ones(1), "c": [{"x": 1}]}, tmp_path, job=alone)
+    for name, value in (("a", torch.ones(())), ("a", torch.ones(4)), ("b", 1.0)):
+        with pytest.raises(ShapeMismatch, match="can't be exchanged"):
+            holdfast.load({name: value}, tmp_path, job=alone)
+    with pytest.raises(MissingTensors, match=r"The stored object 'c' has no '0\.y' in it"):
+        holdfast.load({"c": [{"y": torch.ones(())}]}, tmp_path, job=alone)
+    state = {"c": [{"x": torch.ones(())}]}
+    holdfast.load(state, tmp_path, job=alone)
+    assert state == {"c": [{"x": 1}]}

@@ -23,6 +23,7 @@ from holdfast._layout.ranks import runs
 from holdfast._layout.tensor import OBJECT
 from holdfast._loading.boxes import are_equal
 from holdfast._loading.filling import announce, give_back
+from holdfast._loading.numbers import check_number, taken_apart
 from holdfast._loading.offset_exchange import OffsetExchange, exchange_offsets, put_in_place, unplaced
 from holdfast._loading.plan import LoadPlan, plan_load
 from holdfast._loading.request import LoadReport, LoadRequest
@@ -182,7 +183,16 @@ class LoadJob:
                 assert isinstance(memory, BytesMemory)
                 with bounded_memory(f"The object {spec.name!r} of {self.store.url}"):
                     data = index.object_prefix + memory.value(spec.shape[0])
-                    self.objects[leaf] = objects.decode(data, spec.name, self.leaves[leaf].value)
+                    present = self.leaves[leaf].value if leaf not in plan.numbers else None
+                    value = objects.decode(data, spec.name, present)
+                if leaf in plan.numbers:
+                    check_number(spec, value)
+                if leaf in plan.wholes:
+                    parts, strict = plan.wholes[leaf], self.request.strict
+                    self.objects.update(taken_apart(self.leaves, leaf, parts, value, strict))
+                else:
+                    self.objects[leaf] = value
+        self.objects.update(plan.scalars)
         self.built = plan.lazy.build(self.objects)
 
     def _asked(self, index: Source, plan: LoadPlan) -> tuple[list[tuple[int, int]], list[str]]:

@@ -16,6 +16,7 @@ from holdfast._layout.box import Box, whole
 from holdfast._layout.tensor import KINDS, OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
 from holdfast._loading.filling import check_filled, refuse_expanded
 from holdfast._loading.lazy_state import LazyStates, refuse_empty
+from holdfast._loading.numbers import add_wholes
 from holdfast._loading.request import SKIP, LoadRequest
 from holdfast._loading.rest import remedy
 from holdfast._loading.tied import Tied, rows_read_once
@@ -48,6 +49,12 @@ class LoadPlan(NamedTuple):
     tied: Tied
     """Rows of `wanted` whose memory is filled with another row."""
     lazy: LazyStates
+    wholes: dict[int, list[int]]
+    """Leaves of stored objects, and the leaves that are parts of those."""
+    numbers: frozenset[int]
+    """Leaves of tensors without dimensions, where the checkpoint has an object."""
+    scalars: dict[int, torch.Tensor]
+    """Leaves of numbers, where the checkpoint has a tensor without dimensions, and what it is read into."""
     tensors: tuple[int, int]
     """How many tensors are to be filled, and how many are."""
     absent: tuple[str, ...]
@@ -85,18 +92,36 @@ def plan_load(
     lazy.look(index, request.patterns, request.strict, request.cast)
     rows = index.find([spec.name for spec in table.specs])
     of_row = [leaves[leaf] for leaf in owners]
-    missing, rows_asked = _check_missing(request, index, table, of_row, (rows < 0).nonzero()[0].tolist())
+    gone = [row for row in (rows < 0).nonzero()[0].tolist() if not of_row[row].optional]
+    wholes: dict[int, list[int]] = {}
+    if gone:
+        before = len(table)
+        wholes = add_wholes(index, leaves, owners, table, gone, request.call.participants)
+        rows = np.concatenate([rows, index.find([spec.name for spec in table.specs[before:]])])
+        of_row = [leaves[leaf] for leaf in owners]
+        parts = {leaf for some in wholes.values() for leaf in some}
+        gone = [row for row in gone if owners[row] not in parts]
+    missing, rows_asked = _check_missing(request, index, table, of_row, gone)
     # Read only this part of the index: of 100,000 tensors a rank mostly wants a few.
     keep = [row for row in (rows >= 0).nonzero()[0].tolist() if row not in others]
     found, position = np.unique(rows[keep], return_inverse=True)
     columns = index.select(found)
     blank = [state.memory[row].tensor for row in partly]  # type: ignore[attr-defined]
     wanted = table.take(keep)
+    numbers: set[int] = set()
+    scalars: dict[int, torch.Tensor] = {}
     # Few rows: most are stored as the state has them.
     for at in (~_as_stored(wanted, columns, position)).nonzero()[0].tolist():
         row, column = keep[at], int(position[at])
         spec, box, memory = table.specs[row], table.boxes[row], table.memory[row]
         stored = columns.spec_of(column)
+        if spec.kind == OBJECT and stored.shape == () and isinstance(of_row[row].value, int | float):
+            scalars[owners[row]] = torch.empty((), dtype=torch_dtype(stored.dtype))
+            wanted.put(at, stored, whole(()), TensorMemory(scalars[owners[row]]))
+            continue
+        if stored.kind == OBJECT and spec.kind == TENSOR and spec.shape == ():
+            numbers.add(owners[row])
+            spec, memory = stored, BytesMemory(b"")
         if spec.kind == OBJECT == stored.kind:
             assert isinstance(memory, BytesMemory)
             # The length comes from the file, and may be forged.
@@ -112,8 +137,11 @@ def plan_load(
     check_filled(wanted, reads)
     refuse_expanded(wanted)
     tied = rows_read_once(wanted, position, columns, index.where)
-    kinds, gone = table.arrays().kind == TENSOR, (rows < 0).nonzero()[0].tolist()
-    wants = kinds.sum() - sum(of_row[row].optional and bool(kinds[row]) for row in gone)
+    kinds = table.arrays().kind == TENSOR
+    absent = kinds & (rows < 0)
+    absent[gone] = False
+    # Those that are optional, or parts of a stored object, are neither wanted nor filled.
+    wants = kinds.sum() - absent.sum()
     return LoadPlan(
         wanted,
         [owners[row] for row in keep],
@@ -123,6 +151,9 @@ def plan_load(
         reads.without(tied.rows, wanted),
         tied,
         lazy,
+        wholes,
+        frozenset(numbers),
+        scalars,
         (int(wants), int(kinds[keep].sum())),
         tuple(missing),
         (*lazy.missing, *missing),
@@ -136,9 +167,8 @@ def plan_load(
 def _check_missing(
     request: LoadRequest, index: Source, table: ShardTable, of_row: list[Leaf], gone: list[int]
 ) -> tuple[list[str], int]:
-    """Refuse rows that the checkpoint lacks, unless they are optional. Return the names of those that are
-    left out, and how many rows ask for something."""
-    gone = [row for row in gone if not of_row[row].optional]
+    """Refuse rows that the checkpoint lacks. Return the names of those that are left out, and how many rows
+    ask for something."""
     empty = [table.specs[row].name for row in gone if of_row[row].is_empty()]
     refuse_empty(request.store.url, empty, index)
     names = list(dict.fromkeys(table.specs[row].name for row in gone if not of_row[row].is_empty()))
