@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -33,6 +34,7 @@ from holdfast._loading.boxes import Wanted
 from holdfast._loading.stored_checkpoint import StoredCheckpoint
 from holdfast._store.base import Folder
 from holdfast._store.local import open_store
+from holdfast._store.pins import Pin
 from holdfast.errors import HoldfastError, LoadFailed
 
 
@@ -47,13 +49,18 @@ class HoldfastReader(StorageReader):
     def __init__(self, path: Folder) -> None:
         super().__init__()
         self._path = path
+        self._release: Callable[[], object] = lambda: None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self._path = checkpoint_id
 
     def read_metadata(self, *args: object, **named: object) -> Metadata:
-        with open_source(open_store(self._path)) as source:
+        # Until the data is read, or this is no longer used.
+        self._release()
+        store = open_store(self._path)
+        self._release = finalize(self, Pin(store).close)
+        with open_source(store) as source:
             described = describe(source.select())
         planned = {name: (name,) for name in described}
         metadata = Metadata(described, planned, storage_meta=StorageMeta(checkpoint_id=str(self._path)))
@@ -101,6 +108,7 @@ class HoldfastReader(StorageReader):
                 torch.save(values[item.storage_index.fqn], data)  # the planner reads it by torch.load
                 data.seek(0)
                 planner.load_bytes(item, data)
+        self._release()
         done.set_result(None)
         return done
 

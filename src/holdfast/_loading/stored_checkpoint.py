@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
@@ -31,9 +31,10 @@ from holdfast._layout.tensor import (
 from holdfast._loading.boxes import Wanted, fill_boxes, read_boxes
 from holdfast._state.memory import torch_dtype
 from holdfast._state.structure import nest
-from holdfast._store.base import Folder
+from holdfast._store.base import Folder, NotFound
 from holdfast._store.local import open_store
-from holdfast.errors import BadInput, MissingTensors
+from holdfast._store.pins import Pin
+from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError, MissingTensors, Replaced
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -92,13 +93,15 @@ class StoredCheckpoint(Mapping[str, Any]):
     """A checkpoint of Holdfast, torch DCP or megatron-core, or a model as Hugging Face's libraries write it.
 
     A mapping of names, in their order, to a `StoredTensor` or the value of an object. It reads on this
-    process alone, and holds the folder's index open until `close`, or until it is no longer used.
+    process alone, and holds the folder's index open until `close`, or until it is no longer used. Until then
+    no `keep=` and no `prune` removes the step, where the storage has locks.
     """
 
     def __init__(self, path: Folder, rename: Rename | None = None) -> None:
         check_rename(rename)
         self._store = open_store(path)
         with ExitStack() as opened:
+            self._pin = opened.enter_context(closing(Pin(self._store)))
             self._source: Source = opened.enter_context(open_source(self._store))
             if rename is not None:
                 self._source = Renamed(self._source, rename)
@@ -225,11 +228,37 @@ class StoredCheckpoint(Mapping[str, Any]):
 
     def read_boxes(self, boxes: Sequence[Wanted]) -> list[torch.Tensor]:
         """Read boxes of tensors, all at once."""
-        return read_boxes(self._store, self._source, boxes)[0]
+        with self._reading():
+            return read_boxes(self._store, self._source, boxes)[0]
 
     def fill(self, boxes: Sequence[Wanted], targets: Sequence[torch.Tensor]) -> None:
         """Read boxes of tensors into others of their shapes, all at once."""
-        fill_boxes(self._store, self._source, boxes, targets)
+        with self._reading():
+            fill_boxes(self._store, self._source, boxes, targets)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Say whether a file that is missing is damage, or the checkpoint has gone."""
+        try:
+            yield
+        except NotFound as error:
+            if self._is_still_there():
+                raise CorruptCheckpoint(
+                    f"A data file of {self.path} is missing: {error.message}",
+                    hint="Load an older step, or another copy of this one.",
+                ) from None
+            no_locks = "" if self._pin.holds else "Its storage has no locks that keep a step for a reader. "
+            raise Replaced(
+                f"{self.path} was removed or replaced while it was read.",
+                hint=no_locks + "Open it again, or a newer step.",
+            ) from None
+
+    def _is_still_there(self) -> bool:
+        try:
+            with open_source(self._store) as now:
+                return now.identity == self._source.identity
+        except HoldfastError:
+            return False
 
     def close(self) -> None:
         """Close the index. Nothing can be read after that."""

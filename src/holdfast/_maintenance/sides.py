@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from holdfast._maintenance.fingerprints import Fingerprint
 from holdfast._maintenance.target import checkpoint_at
 from holdfast._store.base import Folder, Store
 from holdfast._store.local import open_store
+from holdfast._store.pins import Pin
 from holdfast._views import hub_format as hf
 from holdfast._views.hugging_face import PublishedModel, weights_file
 from holdfast._views.sources import IndexedModel
@@ -108,6 +109,7 @@ def open_side(place: FolderOrFingerprints, opened: ExitStack) -> Side:
     if weights_file(store) is None:
         with suppress(NotCommitted):
             store = checkpoint_at(place)  # of a run folder the newest step
+    opened.enter_context(closing(Pin(store)))
     source = opened.enter_context(open_source(store))
     if isinstance(source, Slice):
         raise BadInput(

@@ -44,6 +44,10 @@ class Pin:
             while self._reader is None and REAL_CLOCK.now() < ends:
                 self._try(store.open(INDEX))
 
+    @property
+    def holds(self) -> bool:
+        return self._reader is not None
+
     def _try(self, reader: LocalReader) -> None:
         try:
             # Looked at after the lock: who removes a step deletes the index while it has the lock, and a save
