@@ -127,8 +127,8 @@ def _die_while_writing(recorder: Recorder, step: int | None) -> None:
     import holdfast
 
     def on_event(event: Any) -> None:
-        if event.name != "save.writing" or event.step != step:
-            return
+        if event.name != "save.writing" or event.step != step or "bytes_done" not in event.fields:
+            return  # the first of a phase says that it begins
         done, total = event.fields["bytes_done"], event.fields["bytes_total"]
         if 2 * done >= total:
             recorder.send("dying", step=step, bytes_done=done, bytes_total=total)

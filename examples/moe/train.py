@@ -149,7 +149,8 @@ def app_state(trainer: Trainer, *, rng: bool = True) -> dict[str, Any]:
         "trainer": {"step": trainer.step, "seed": trainer.config.seed, "layout": str(trainer.layout)},
     }
     if rng:
-        state["rng"] = holdfast.PerRank(torch.get_rng_state())
+        # Optional: on fewer ranks the random states of others may go, on more a rank keeps its own.
+        state["rng"] = holdfast.PerRank(torch.get_rng_state(), optional=True)
     return state
 
 
