@@ -20,6 +20,7 @@ import msgspec
 
 from holdfast._exits import Stage, at_exit, not_at_exit
 from holdfast._heart import heart
+from holdfast._shared_folder import SharedFolder
 from holdfast._threads import start_thread
 from holdfast._values import Json, printable
 from holdfast.errors import HoldfastError
@@ -55,7 +56,7 @@ class Recorder:
     interval = 1.0
 
     def __init__(self, folder: str, rank: int, world_size: int) -> None:
-        self._folder = os.path.join(folder, EVENTS)
+        self._run, self._folder = folder, os.path.join(folder, EVENTS)
         self._rank = rank
         self._queue: deque[Line] = deque()
         self._moved: Line | None = None
@@ -130,17 +131,14 @@ class Recorder:
             self._writer = start_thread(lambda: self._append(data), "holdfast-events")
 
     def _append(self, data: bytes) -> None:
-        path = os.path.join(self._folder, f"rank-{self._rank}.jsonl")
+        name = f"rank-{self._rank}.jsonl"
         try:
-            os.makedirs(self._folder, exist_ok=True)
-            with open(path, "ab") as file:
-                file.write(data)
-                size = file.tell()
-            if size > LIMIT:
-                os.replace(path, os.path.join(self._folder, f"rank-{self._rank}.old.jsonl"))
+            with SharedFolder(self._run, EVENTS, make=True, private=False) as folder:
+                if folder.append(name, data) > LIMIT:
+                    folder.rename(name, f"rank-{self._rank}.old.jsonl")
         except OSError as error:
             if not self._has_failed:
-                log.warning("Events can't be recorded in %s: %s.", path, error.strerror)
+                log.warning("Events can't be recorded in %s: %s: %s.", self._folder, name, error.strerror)
             self._has_failed = True
 
 

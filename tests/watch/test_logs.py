@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -374,6 +376,7 @@ def test_lines_are_numbered_across_blocks_and_carriage_returns() -> None:
 
 READ = """
 import sys
+import threading
 from holdfast._watch.read import read_all
 evidence = read_all([sys.argv[1]])
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -508,3 +511,34 @@ def test_who_has_not_come_to_a_monitored_barrier_is_told_and_not_judged(tmp_path
     assert found.verdict is None
     assert [(one.kind, one.ranks) for one in found.possible] == [("late", (2, 3))]
     assert not of(tmp_path, said.format("Ranks ,"), said.format("Rank " + "9" * 5000)).possible
+
+
+def test_what_has_no_end_or_says_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "PATIENCE", 0.2)
+    os.mkfifo(tmp_path / "fifo")
+    with (tmp_path / "hole").open("wb") as file:
+        file.truncate(2 << 30)
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(200 << 30)
+    for name, words in (
+        (str(tmp_path / "fifo"), "Nobody has written into the pipe"),
+        (str(tmp_path / "hole"), "is mostly a hole"),
+        (str(tmp_path / "huge"), "has 200 GiB"),
+        ("/dev/zero", "is neither a file nor a pipe"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            read_all([name])
+
+
+def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+
+    def write() -> None:
+        time.sleep(0.2)
+        (tmp_path / "fifo").write_text("RuntimeError: CUDA error: out of memory\n" * 5000)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    evidence = read_all([str(tmp_path / "fifo")])
+    writer.join(20)
+    assert evidence.files

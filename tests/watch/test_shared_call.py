@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from holdfast._cli import doctor
+from holdfast._shared_folder import SharedFolder
 from holdfast._watch import shared_call
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.evidence import Operation, Rank, Source
@@ -43,6 +46,100 @@ def test_a_damaged_part_is_not_read(tmp_path: Path) -> None:
         (tmp_path / "job-0").write_bytes(damage)
         assert parts(str(tmp_path)) == []
     assert "\x1b" not in Part("a", 2, "train\x1b[31m.py").said()
+
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+
+
+def test_files_of_a_call_are_for_this_user_alone(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    path = ask_for_call(str(tmp_path), "somebody asks")
+    assert take_part(path, "a", 2) is not None
+    modes = {entry.name: stat.S_IMODE(entry.stat().st_mode) for entry in os.scandir(path)}
+    assert modes == {"asked": 0o600, "job-0": 0o600}
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
+
+
+@as_root
+def test_a_call_of_another_user_is_not_answered(tmp_path: Path) -> None:
+    path = ask_for_call(str(tmp_path), "a stranger asks")
+    asked = Path(path) / "asked"
+    os.chown(asked, NOBODY, NOBODY)
+    assert waiting_call(str(tmp_path), "a") is None
+    os.chown(asked, 0, 0)
+    assert waiting_call(str(tmp_path), "a") is not None
+    os.chown(path, NOBODY, NOBODY)
+    assert waiting_call(str(tmp_path), "a") is None
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        take_part(path, "a", 2)
+    assert os.listdir(path) == ["asked"]
+
+
+@as_root
+@pytest.mark.parametrize("name", ["roll-calls", "call", "job-0"])
+def test_a_link_of_a_stranger_leads_nowhere(name: str, tmp_path: Path) -> None:
+    """Neither is what it leads to written, nor read, whichever part of the path it is."""
+    victim = tmp_path / "victim"
+    run = tmp_path / "run"
+    run.mkdir(mode=0o777)
+    path = ask_for_call(str(run), "somebody asks")
+    place = {"roll-calls": run / "roll-calls", "call": Path(path), "job-0": Path(path) / "job-0"}[name]
+    if name == "job-0":
+        victim.write_bytes(msgspec.json.encode(Part("b", 2, "program")))
+    else:
+        shutil.move(place, victim)
+    place.symlink_to(victim)
+    os.lchown(place, NOBODY, NOBODY)
+    before = sorted(os.listdir(victim)) if victim.is_dir() else victim.read_bytes()
+    assert parts(path) == []
+    if name == "job-0":  # the next place is taken
+        part = take_part(path, "a", 2)
+        assert part is not None
+        assert part.number == 1
+    else:
+        with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
+            take_part(path, "a", 2)
+    after = sorted(os.listdir(victim)) if victim.is_dir() else victim.read_bytes()
+    assert after == before
+
+
+@as_root
+@pytest.mark.parametrize("how", ["link", "second name", "of a stranger", "fifo"])
+def test_events_are_appended_to_own_plain_files_alone(how: str, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    run = tmp_path / "run"
+    with SharedFolder(str(run), "events", make=True, private=False) as folder:
+        assert folder.append("rank-0.jsonl", b"one\n") == 4
+        assert folder.append("rank-0.jsonl", b"two\n") == 8
+        assert (run / "events" / "rank-0.jsonl").read_text() == "one\ntwo\n"
+        planted = run / "events" / "rank-1.jsonl"
+        if how == "link":
+            planted.symlink_to(victim)
+        elif how == "second name":
+            os.link(victim, planted)
+        elif how == "fifo":
+            os.mkfifo(planted)
+        else:
+            planted.write_text("")
+            os.chown(planted, NOBODY, NOBODY)
+        with pytest.raises(OSError, match=r"no plain file|Too many levels|No such device"):
+            folder.append("rank-1.jsonl", b"x")
+    assert victim.read_text() == "precious"
+
+
+def test_what_is_no_plain_small_file_is_not_read(tmp_path: Path) -> None:
+    path = Path(ask_for_call(str(tmp_path), "somebody asks"))
+    (path / "asked").unlink()
+    for make in (os.mkfifo, lambda name: name.mkdir(), lambda name: name.write_bytes(b" " * 5000)):
+        make(path / "asked")
+        assert waiting_call(str(tmp_path), "a") is None
+        (path / "asked").rmdir() if (path / "asked").is_dir() else (path / "asked").unlink()
+    (path / "job-0").write_bytes(msgspec.json.encode(Part("a", 1, "program")))
+    with (path / "rank-0.json").open("wb") as file:
+        file.truncate(200 << 30)
+    assert wait_for_answers(str(path), 0.1) is False
 
 
 def test_an_old_call_is_not_answered(tmp_path: Path) -> None:

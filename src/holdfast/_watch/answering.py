@@ -31,7 +31,7 @@ from holdfast._watch.evidence import CUT_OFF, Ending, Evidence, Rank, Source, St
 from holdfast._watch.own_stacks import activity_here, evidence_here, stacks_here
 from holdfast._watch.positions import position_of_rank
 from holdfast._watch.rules_stacks import waited_for_memory
-from holdfast._watch.shared_call import ROLL_CALLS, Part, parts, read_answers, take_part
+from holdfast._watch.shared_call import ROLL_CALLS, Part, folder_of, parts, read_answers, take_part
 from holdfast._watch.verdict import Diagnosis, listed
 
 log = logging.getLogger("holdfast")
@@ -99,6 +99,7 @@ class Answering:
         self._folder = os.path.join(folder, ROLL_CALLS, name) if folder else ""
         self._part: Part | None = None
         """Of this job, in a call of several."""
+        self._writing = threading.Lock()
         self._latest: dict[int, Answer] = {}
         """What is to be in the file of each rank."""
 
@@ -188,14 +189,9 @@ class Answering:
         )
         path = os.path.join(self._folder, f"rank-{rank}.json")
         try:
-            os.makedirs(self._folder, exist_ok=True)
-            temporary = f"{path}.{threading.get_ident()}.part"
-            with open(temporary, "wb") as file:
-                file.write(msgspec.json.encode(whole))
-            if self._latest[answer.roll_call.rank] is answer:
-                os.replace(temporary, path)
-            else:
-                os.unlink(temporary)
+            with self._writing, folder_of(self._folder, make=True) as call:
+                if self._latest[answer.roll_call.rank] is answer:
+                    call.write(f"rank-{rank}.json", msgspec.json.encode(whole))
         except OSError as error:
             log.warning("The roll call's file %s could not be written: %s.", path, error.strerror)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import stat
-import sys
 import zlib
 from typing import Any, BinaryIO
 
@@ -34,14 +34,46 @@ def opened(path: str) -> io.BufferedReader[Any]:
     return file
 
 
+LARGEST = 64 << 30
+"""Bytes that are read of a file or a pipe."""
+HOLE = 1 << 30
+PATIENCE = 30.0
+"""Seconds that a pipe may be silent before its first byte."""
+
+
 class _AsFound(io.FileIO):
     """A file as it was when it was opened: the log of a job at work may grow faster than it is read."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(path)
-        found = os.fstat(self.fileno())
+        # Without waiting for the other end of a pipe, which may have none.
+        super().__init__(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+        try:
+            found = os.fstat(self.fileno())
+            self._refuse(path, found)
+            os.set_blocking(self.fileno(), True)
+        except BaseException:
+            self.close()
+            raise
         # Those of /proc have no size.
-        self._left = found.st_size if stat.S_ISREG(found.st_mode) and found.st_size else sys.maxsize
+        self._left = found.st_size if stat.S_ISREG(found.st_mode) and found.st_size else LARGEST
+
+    def _refuse(self, path: str, found: os.stat_result) -> None:
+        """Raise BadInput for what has no end, or says nothing."""
+        if stat.S_ISREG(found.st_mode):
+            if found.st_size > LARGEST:
+                raise BadInput(
+                    f"{path} has {found.st_size >> 30} GiB, and more than {LARGEST >> 30} are not read.",
+                    hint=f"tail -c 1G {path} | holdfast diagnose /dev/stdin",
+                )
+            if found.st_size > HOLE and found.st_blocks * 512 < found.st_size // 2:
+                raise BadInput(f"{path} is mostly a hole: nothing was ever written there.")
+        elif stat.S_ISFIFO(found.st_mode):
+            waiting = select.poll()
+            waiting.register(self.fileno(), select.POLLIN)
+            if not waiting.poll(PATIENCE * 1000):
+                raise BadInput(f"Nobody has written into the pipe {path} for {PATIENCE:g} s.")
+        elif not os.isatty(self.fileno()):
+            raise BadInput(f"{path} is neither a file nor a pipe.")
 
     def readinto(self, into: Any) -> int:
         read = super().readinto(memoryview(into)[: self._left]) or 0

@@ -51,7 +51,7 @@ def read_all(paths: Iterable[str]) -> Evidence:
     files: dict[str, bool] = {}
     """Was it given by its name?"""
     for path in map(_newest_call, paths):
-        for part in parts(path):
+        for part in parts(path, of_anyone=True):
             if part.number:
                 collector.remark("job", part.said(), Source(path))
         files |= dict.fromkeys(_files(path), not os.path.isdir(path))

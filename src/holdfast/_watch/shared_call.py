@@ -12,11 +12,13 @@ import re
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from holdfast._ready import ready
+from holdfast._shared_folder import SharedFolder
 from holdfast._watch.collector import RANKS
 from holdfast._watch.evidence import Rank
 
@@ -26,6 +28,8 @@ ASKED = "asked"
 YOUNG = 30.0
 """Seconds in which a call in the folder is answered."""
 JOBS = 16
+SMALL, LARGE = 4096, 64 << 20
+"""Bytes that a file of a job, or the answer of a rank, has at most."""
 _OWN = re.compile(r"^(?:\d+|[0-9a-f]{40})(?::|/|$)|^holdfast ")
 """Names that torch gives groups, a count or a digest, and that Holdfast gives its calls. Other jobs have the
 same."""
@@ -77,17 +81,28 @@ def is_own(group: str) -> bool:
     return _OWN.match(group) is not None
 
 
+def folder_of(path: str, make: bool = False, of_anyone: bool = False) -> SharedFolder:
+    """Open the folder of a call, which is in `roll-calls` of a folder that others may write to."""
+    above, name = os.path.split(path)
+    base, middle = os.path.split(above)
+    if middle != ROLL_CALLS:  # what somebody has collected
+        return SharedFolder(path, make=make, of_anyone=of_anyone)
+    return SharedFolder(base, middle, name, make=make, of_anyone=of_anyone)
+
+
 def ask_for_call(folder: str, why: str) -> str:
     """Ask the jobs that have this folder (HOLDFAST_ROLL_CALLS) for a call; return the folder of the call."""
     path = os.path.join(folder, ROLL_CALLS, f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-asked")
-    os.makedirs(path, exist_ok=True)
-    with open(os.path.join(path, ASKED), "wb") as file:
-        file.write(msgspec.json.encode(why))
+    with folder_of(path, make=True) as call:
+        call.write(ASKED, msgspec.json.encode(why))
     return path
 
 
 def waiting_call(folder: str, job: str) -> tuple[str, str] | None:
-    """Return the name of the newest call that this job has no part in yet, and why it was made."""
+    """Return the name of the newest call that this job has no part in yet, and why it was made.
+
+    A call of another user is not answered, unless root has made it.
+    """
     try:
         name = max(os.listdir(os.path.join(folder, ROLL_CALLS)), default="")
         path = os.path.join(folder, ROLL_CALLS, name)
@@ -98,49 +113,34 @@ def waiting_call(folder: str, job: str) -> tuple[str, str] | None:
             return None
         if known:
             return name, "another job that shares its folder has called"
-        return name, msgspec.json.decode(_content(os.path.join(path, ASKED), 4096), type=ready(str))
+        with folder_of(path) as call:
+            return name, msgspec.json.decode(call.read(ASKED, SMALL), type=ready(str))
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def _content(path: str, most: int = -1) -> bytes:
-    """Return what a file has; of a FIFO nothing, as nobody may ever write to it."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        return file.read(most) or b""
-
-
-def parts(path: str) -> list[Part]:
-    """Return the jobs that have a part in a call so far."""
+def parts(path: str, of_anyone: bool = False) -> list[Part]:
+    """Return the jobs that have a part in a call so far. of_anyone: also those of other users."""
     found: list[Part] = []
-    for number in range(JOBS):
-        try:
-            part = msgspec.json.decode(_content(os.path.join(path, f"job-{number}"), 4096), type=ready(Part))
-        except (OSError, msgspec.DecodeError):
-            break
-        if not (0 < part.world_size <= RANKS and part.first == sum(one.world_size for one in found)):
-            break
-        found.append(part)
+    with suppress(OSError, msgspec.DecodeError), folder_of(path, of_anyone=of_anyone) as call:
+        for number in range(JOBS):
+            part = msgspec.json.decode(call.read(f"job-{number}", SMALL), type=ready(Part))
+            if not (0 < part.world_size <= RANKS and part.first == sum(one.world_size for one in found)):
+                break
+            found.append(part)
     return found
 
 
 def take_part(path: str, job: str, world_size: int) -> Part | None:
     """Note that this job has a part in a call; None if there is no place left."""
-    os.makedirs(path, exist_ok=True)
     program = f"{os.path.basename(sys.argv[0])} (pid {os.getpid()})"
-    for number in range(JOBS):
-        known = parts(path)[:number]
-        part = Part(job, world_size, program, number, sum(one.world_size for one in known))
-        try:
-            mine = os.path.join(path, f".job-{os.getpid()}.part")
-            with open(mine, "wb") as file:
-                file.write(msgspec.json.encode(part))
-            # A link is there with all of its bytes, or not at all.
-            os.link(mine, os.path.join(path, f"job-{number}"))
-            return part
-        except FileExistsError:
-            continue
-        finally:
-            os.unlink(mine)
+    with folder_of(path, make=True) as call:
+        for number in range(JOBS):
+            known = parts(path)[:number]
+            part = Part(job, world_size, program, number, sum(one.world_size for one in known))
+            with suppress(FileExistsError):
+                call.write(f"job-{number}", msgspec.json.encode(part), exclusive=True)
+                return part
     return None
 
 
@@ -148,17 +148,22 @@ def read_answers(path: str, jobs: Iterable[Part]) -> tuple[dict[str, Any], bool]
     """Return what ranks of jobs have written by now, by the names of their files, and whether each of them
     has answered twice."""
     found: dict[str, Any] = {}
+    try:
+        folder = folder_of(path)
+    except OSError:
+        return {}, False
     whole = True
-    for job in jobs:
-        for rank in range(job.first, job.first + job.world_size):
-            name = f"rank-{rank}.json"
-            try:
-                found[name] = msgspec.json.decode(_content(os.path.join(path, name)))
-                whole = whole and bool(
-                    found[name]["roll_call"]["later"] or found[name]["roll_call"]["endings"]
-                )
-            except (OSError, msgspec.DecodeError, LookupError, TypeError):
-                whole = False
+    with folder as call:
+        for job in jobs:
+            for rank in range(job.first, job.first + job.world_size):
+                name = f"rank-{rank}.json"
+                try:
+                    found[name] = msgspec.json.decode(call.read(name, LARGE))
+                    whole = whole and bool(
+                        found[name]["roll_call"]["later"] or found[name]["roll_call"]["endings"]
+                    )
+                except (OSError, msgspec.DecodeError, LookupError, TypeError):
+                    whole = False
     return found, whole
 
 

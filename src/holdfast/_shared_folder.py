@@ -1,0 +1,123 @@
+"""Files in folders that other users may write to, such as those of roll calls.
+
+A stranger may plant a link, a FIFO or a huge file under any name there, and may exchange a folder for
+another. So a folder is opened once, without following a link, and must be this user's or root's; files are
+reached by its descriptor alone. Each is created exclusively under a random name, for this user only, and then
+gets its own; and each that is read is a plain file of this user's or root's, of a bounded size.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from contextlib import suppress
+from typing import Self
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class SharedFolder:
+    """A folder, held open. Use it as a context manager. All methods raise OSError."""
+
+    def __init__(
+        self, base: str, *names: str, make: bool = False, private: bool = True, of_anyone: bool = False
+    ) -> None:
+        """Open `base/names[0]/...`. Links are followed in `base` alone, which the user has given.
+
+        make: make what is missing. private: for this user only; else as the umask says. of_anyone: take
+            folders and files of other users, too, to read what somebody has collected.
+        """
+        self.path = os.path.join(base, *names)
+        self._mode = 0o600 if private else 0o666
+        self._uids = None if of_anyone else {0, os.geteuid()}
+        if make:
+            os.makedirs(base, exist_ok=True)
+        self._fd = os.open(base, _FOLDER)
+        try:
+            for name in names:
+                if make:
+                    with suppress(FileExistsError):
+                        os.mkdir(name, 0o700 if private else 0o777, dir_fd=self._fd)
+                inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self._fd)
+                os.close(self._fd)
+                self._fd = inner
+                if not self._is_own(os.fstat(inner)):
+                    raise PermissionError(errno.EPERM, "it belongs to another user", self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _is_own(self, status: os.stat_result) -> bool:
+        if self._uids is not None and status.st_uid not in self._uids:
+            # A file server may give this user's files to another one (root_squash).
+            with suppress(OSError):
+                self._uids.add(self._made_by())
+        return self._uids is None or status.st_uid in self._uids
+
+    def _made_by(self) -> int:
+        """Return whose a file is that this process makes here."""
+        name, fd = self._new()
+        try:
+            return os.fstat(fd).st_uid
+        finally:
+            os.close(fd)
+            os.unlink(name, dir_fd=self._fd)
+
+    def _new(self) -> tuple[str, int]:
+        name = f".{secrets.token_hex(8)}.part"
+        return name, os.open(name, _FILE | os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode, dir_fd=self._fd)
+
+    def write(self, name: str, data: bytes, exclusive: bool = False) -> None:
+        """Write a whole file in place of another one; `exclusive`: raise FileExistsError if there is one."""
+        temporary, fd = self._new()
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            here = {"src_dir_fd": self._fd, "dst_dir_fd": self._fd}
+            if exclusive:
+                os.link(temporary, name, **here, follow_symlinks=False)
+            else:
+                os.replace(temporary, name, **here)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=self._fd)
+
+    def append(self, name: str, data: bytes) -> int:
+        """Append to a plain file of this user's, which is made if it is not there; return its size."""
+        flags = _FILE | os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+        fd = os.open(name, flags, self._mode, dir_fd=self._fd)
+        with os.fdopen(fd, "ab") as file:
+            status = os.fstat(fd)
+            # One with a second name may be any file of this user's.
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not self._is_own(status):
+                raise PermissionError(errno.EPERM, "no plain file of this user's", name)
+            file.write(data)
+            return file.tell()
+
+    def rename(self, name: str, other: str) -> None:
+        os.replace(name, other, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def read(self, name: str, most: int) -> bytes:
+        """Return the content of a plain file. Raises OSError for what is none, is another user's, or has more
+        than `most` bytes."""
+        # Opening a FIFO would wait for its other end.
+        fd = os.open(name, _FILE | os.O_RDONLY | os.O_NONBLOCK, dir_fd=self._fd)
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > most or not self._is_own(status):
+                raise PermissionError(errno.EPERM, "no plain file of this user's of such a size", name)
+            return file.read(most)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
