@@ -12,10 +12,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from holdfast import _heart
 from holdfast._exits import say
 from holdfast._heart import HASTE, NAME, Heart, heart
 from holdfast.errors import HoldfastError
@@ -176,6 +178,52 @@ def test_files_are_looked_at_until_they_are_forgotten(own: Heart) -> None:
         time.sleep(0.1)
         assert heard == [b"a"]
         own.end(duty)
+
+
+def test_a_file_whose_action_fails_rests_and_is_looked_at_again(
+    own: Heart, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a connection that waits while the process has no descriptor left."""
+    monkeypatch.setattr(_heart, "REST", 0.2)
+    here, there = socket.socketpair()
+    calls, failing = [], [True]
+
+    def answer() -> None:
+        calls.append(time.monotonic())
+        if failing[0]:
+            raise OSError("no descriptors")
+        here.recv(16)
+
+    class Answers:
+        interval = 60.0
+        begun = False
+
+        def beat(self) -> None:
+            own.on_readable(here, answer)
+
+        def close(self) -> None:
+            own.forget(here)
+            here.close()
+
+    duty, began = Answers(), time.process_time()
+    own.begin(duty, 0.0)
+    there.send(b"!")
+    wait_until(lambda: len(calls) >= 3)
+    gaps = [later - sooner for sooner, later in pairwise(calls)]
+    assert gaps[0] >= 0.19
+    assert gaps[1] >= 0.39
+    assert time.process_time() - began < 0.5
+    assert caplog.text.count("no descriptors") == 1
+    failing[0] = False
+    wait_until(lambda: len(calls) >= 4)
+    there.send(b"!")  # at once, as it has succeeded
+    wait_until(lambda: len(calls) >= 5)
+    failing[0] = True
+    there.send(b"!")
+    wait_until(lambda: len(calls) >= 6)
+    wait_until(lambda: caplog.text.count("no descriptors") == 2)
+    own.end(duty)
+    there.close()
 
 
 def test_where_no_thread_can_be_started_it_says_so_and_keeps_nothing(own: Heart) -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from holdfast._threads import start_thread
 
@@ -34,6 +34,8 @@ def _tell(record: logging.LogRecord) -> None:
 log.handle = _tell  # type: ignore[method-assign]
 JOIN = 0.5
 """Seconds to wait for the thread to end after the last duty."""
+REST, LONGEST_REST = 1.0, 60.0
+"""Seconds for which a file is not looked at whose action has failed, the first time and at most."""
 HASTE = 0.1
 """Seconds between two times of one duty, at least."""
 NAME = "holdfast-heart"
@@ -66,6 +68,8 @@ class Heart:
         self._thread: threading.Thread | None = None
         self._selector: selectors.BaseSelector | None = None
         self._bell: tuple[socket.socket, socket.socket] | None = None
+        self._resting: dict[socket.socket | int, _Rest] = {}
+        """Files whose action has failed the last time."""
 
     def begin(self, duty: Duty, delay: float | None = None) -> None:
         """Do this duty from now on, first after `delay` (default: its interval). Raises HoldfastError if
@@ -105,6 +109,7 @@ class Heart:
 
     def forget(self, file: socket.socket | int) -> None:
         """Look at this file no more; before it is closed."""
+        self._resting.pop(file, None)
         if self._selector is not None:
             with suppress(KeyError, ValueError, OSError):
                 self._selector.unregister(file)
@@ -146,9 +151,31 @@ class Heart:
             _do(self._ended.pop().close)
         assert self._selector is not None
         for key, _ in self._selector.select(pause):
-            _do(key.data)
+            file: Any = key.fileobj
+            rest = self._resting.get(file)
+            if _do(key.data, is_told=rest is not None):
+                self._resting.pop(file, None)
+            else:
+                self._rest(file, key.data, rest)
+        self._look_again()
         for duty in self._due():
             _do(duty.beat)
+
+    def _rest(self, file: socket.socket | int, action: Callable[[], None], before: _Rest | None) -> None:
+        """Do not look at a file for a while: what can be read there would wake the thread at once."""
+        seconds = min(2 * before.seconds, LONGEST_REST) if before is not None else REST
+        assert self._selector is not None
+        with suppress(KeyError, ValueError, OSError):
+            self._selector.unregister(file)
+            self._resting[file] = _Rest(seconds, time.monotonic() + seconds, action)
+
+    def _look_again(self) -> None:
+        now = time.monotonic()
+        for file, rest in list(self._resting.items()):
+            if rest.ends <= now:
+                self._resting[file] = rest._replace(ends=float("inf"))
+                with suppress(KeyError, ValueError, OSError):  # it is closed
+                    self.on_readable(file, rest.action)
 
     def _pause(self) -> float | None:
         """Return the seconds to the next duty; None, and end, if there is none."""
@@ -159,7 +186,8 @@ class Heart:
                 self._thread = None
                 self._close()
                 return None
-            return max(0.0, min(self._duties.values())[0] - time.monotonic())
+            due = min(self._duties.values())[0]
+            return max(0.0, min([due, *(rest.ends for rest in self._resting.values())]) - time.monotonic())
 
     def _due(self) -> list[Duty]:
         now = time.monotonic()
@@ -174,6 +202,7 @@ class Heart:
         for sock in self._bell or ():
             sock.close()
         self._selector, self._bell = None, None
+        self._resting.clear()
 
     def forked(self) -> None:
         """In a fork, which has none of its parent's threads and none of its duties: close what would keep its
@@ -186,11 +215,22 @@ class Heart:
         self.__init__()  # type: ignore[misc]
 
 
-def _do(action: Callable[[], None]) -> None:
+class _Rest(NamedTuple):
+    seconds: float
+    ends: float
+    action: Callable[[], None]
+
+
+def _do(action: Callable[[], None], is_told: bool = False) -> bool:
+    """Return whether it has succeeded; what it raises is told, but for `is_told`."""
     try:
         action()
     except Exception as error:  # the other parts must go on
-        log.warning("%s failed: %s: %s", getattr(action, "__qualname__", action), type(error).__name__, error)
+        name = getattr(action, "__qualname__", action)
+        level = logging.DEBUG if is_told else logging.WARNING
+        log.log(level, "%s failed: %s: %s", name, type(error).__name__, error)
+        return False
+    return True
 
 
 heart = Heart()
