@@ -73,7 +73,8 @@ def load(
     path: the folder, or a store, of one checkpoint, of Holdfast, torch DCP or megatron-core, or of a model
         that Hugging Face publishes.
     include, exclude: shell patterns of names; `model` means everything under it.
-    strict: a name that the checkpoint lacks is an error; else it keeps its value and is reported.
+    strict: a name that the checkpoint lacks is an error; else it keeps its value and is reported. A load that
+        fills no tensor at all is an error in any case.
     cast: convert tensors to the dtypes that the state has, as `Tensor.copy_` does; without a state, a
         floating-point dtype for all tensors of such.
     rename: what names of the checkpoint are called in the state: a dict of names or subtrees, as
@@ -83,7 +84,8 @@ def load(
     job: who takes part, deadlines, options (`holdfast.Job`).
 
     Raises BadInput for arguments, NotCommitted if there is no checkpoint, MissingTensors, ShapeMismatch and
-    CorruptCheckpoint for what is in it, RankFailed and DeadlineExceeded for other ranks.
+    CorruptCheckpoint for what is in it, LoadFailed for values of ranks that are gone (`PerRank`), RankFailed
+    and DeadlineExceeded for other ranks.
     """
     if path is None:
         if isinstance(state_dict, Mapping):

@@ -83,8 +83,9 @@ class PerRank:
     """A value that is different on every rank: RNG state, data-loader position, timers.
 
     It is saved under its name with `@rank` appended. On load a rank gets its own back; a rank that has none
-    (the world has grown) keeps the present value if `optional`, otherwise the load fails. After a load,
-    `value` is the loaded value.
+    (the world has grown) keeps the present value if `optional`, otherwise the load fails; it also fails if
+    values of ranks that are gone (the world has shrunk) would be lost, unless it is `optional`, or the load
+    has `strict=False`. After a load, `value` is the loaded value.
     """
 
     __slots__ = ("optional", "value")
