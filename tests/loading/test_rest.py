@@ -99,6 +99,14 @@ def test_what_is_left_on_both_sides_is_one_line(tmp_path: Path, told: Any) -> No
     assert line.endswith("kept its value: 'more'; 'b'.")
 
 
+def test_shapes_that_may_all_differ_are_no_other_names(tmp_path: Path, told: Any) -> None:
+    holdfast.save({"head": torch.ones(3)}, tmp_path / "it", job=ALONE)
+    report = holdfast.load({"head": torch.zeros(5)}, tmp_path / "it", on_shape="skip", job=ALONE)
+    assert (report.skipped, report.unasked) == (("head",), ())
+    (line,) = told()
+    assert line.endswith("kept its value: 'head'.")
+
+
 def test_what_patterns_leave_is_left_on_purpose(tmp_path: Path, told: Any) -> None:
     state = {"model": {"a": torch.ones(2), "b": torch.ones(3)}, "step": 3}
     holdfast.save(state, tmp_path / "it", job=ALONE)

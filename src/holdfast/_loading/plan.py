@@ -56,7 +56,7 @@ class LoadPlan(NamedTuple):
     scalars: dict[int, torch.Tensor]
     """Leaves of numbers, where the checkpoint has a tensor without dimensions, and what it is read into."""
     tensors: tuple[int, int]
-    """How many tensors are to be filled, and how many are."""
+    """How many tensors are to be filled, and how many of these the checkpoint has, in whatever shape."""
     absent: tuple[str, ...]
     """Names of the state that the checkpoint lacks."""
     missing: tuple[str, ...]
@@ -154,7 +154,7 @@ def plan_load(
         wholes,
         frozenset(numbers),
         scalars,
-        (int(wants), int(kinds[keep].sum())),
+        (int(wants), int((kinds & (rows >= 0)).sum())),
         tuple(missing),
         (*lazy.missing, *missing),
         tuple(dict.fromkeys([*(table.specs[row].name for row in others), *lazy.skipped])),

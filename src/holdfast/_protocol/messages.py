@@ -133,7 +133,7 @@ class HaveRead(msgspec.Struct, frozen=True):
     asked: int
     """Rows that it requested."""
     tensors: tuple[int, int] = (0, 0)
-    """How many tensors it wants filled, and how many are."""
+    """How many tensors it wants filled, and how many of these the checkpoint has."""
     kept: tuple[str, ...] = ()
     """Names that keep their values: the checkpoint lacks them, or has another shape. The first ones."""
     rows: list[tuple[int, int]] = []
