@@ -529,7 +529,7 @@ def test_a_learning_rate_of_another_kind_by_the_functions_of_dcp(
     options = theirs.StateDictOptions(flatten_optimizer_state_dict=flat)
     names = ("model", "optimizer")
     state = dict(zip(names, theirs.get_state_dict(model, optimizer, options=options), strict=True))
-    saves.save(state, checkpoint_id=tmp_path, no_dist=True)
+    saves.save(state, checkpoint_id=tmp_path)
     state = dict(zip(names, theirs.get_state_dict(other, fresh, options=options), strict=True))
     holdfast_dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     theirs.set_state_dict(
