@@ -174,8 +174,10 @@ class Heart:
         for file, rest in list(self._resting.items()):
             if rest.ends <= now:
                 self._resting[file] = rest._replace(ends=float("inf"))
-                with suppress(KeyError, ValueError, OSError):  # it is closed
+                try:
                     self.on_readable(file, rest.action)
+                except (KeyError, ValueError, OSError):  # it is closed
+                    self._resting.pop(file, None)
 
     def _pause(self) -> float | None:
         """Return the seconds to the next duty; None, and end, if there is none."""
@@ -207,7 +209,8 @@ class Heart:
     def forked(self) -> None:
         """In a fork, which has none of its parent's threads and none of its duties: close what would keep its
         parent's connections open."""
-        files = [] if self._selector is None else [key.fileobj for key in self._selector.get_map().values()]
+        watched = () if self._selector is None else self._selector.get_map().values()
+        files = {key.fileobj for key in watched} | self._resting.keys()
         for file in files:
             with suppress(OSError):
                 file.close() if isinstance(file, socket.socket) else os.close(int(file))  # type: ignore[arg-type]

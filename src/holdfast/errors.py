@@ -138,7 +138,8 @@ class Vanished(SaveFailed):
 
 
 class Conflict(SaveFailed):
-    """Another save committed into the same folder since this one began."""
+    """Somebody else has the folder: another save committed there since this one began, another job saves
+    there, or a step that is to be deleted is being read."""
 
 
 class LoadFailed(HoldfastError):

@@ -17,6 +17,7 @@ from holdfast import dcp
 from holdfast._loading import stored_checkpoint
 from holdfast._store import pins
 from holdfast.errors import CorruptCheckpoint, Replaced
+from tests.support.threads import in_a_fork
 
 ALONE = holdfast.Job(no_dist=True)
 
@@ -83,7 +84,7 @@ def test_a_load_of_values_reads_one_step_beside_a_run_that_keeps_one(
     assert values["step"] == 1
 
 
-def test_two_that_are_compared_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_that_are_compared_stay(tmp_path: Path) -> None:
     saved(tmp_path / "a", 1)
     saved(tmp_path / "b", 1)
 
@@ -93,9 +94,20 @@ def test_two_that_are_compared_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     steps = [tmp_path / name / "step-00000001" for name in ("a", "b")]
     assert holdfast.same(*steps, where=True, progress=meanwhile).same
+    assert all(step.with_name("step-00000002").exists() for step in steps)
 
 
-def test_a_step_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_that_drops_its_copy_leaves_the_step_to_its_reader(tmp_path: Path) -> None:
+    """As a worker of a data loader does, whose data set has opened a checkpoint."""
+    saved(tmp_path, 1)
+    checkpoint = holdfast.open(tmp_path / "step-00000001")
+    in_a_fork(checkpoint.close)
+    saved(tmp_path, 2)
+    assert checkpoint["x"][...].eq(1).all()
+    checkpoint.close()
+
+
+def test_a_step_that_is_gone_is_told(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     checkpoint = holdfast.open(tmp_path / "step-00000001")
     shutil.rmtree(tmp_path / "step-00000001")

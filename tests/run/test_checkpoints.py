@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
 from holdfast._store.local import open_store
@@ -230,8 +231,11 @@ def test_a_step_that_is_read_or_foreign_is_not_deleted(tmp_path: Path) -> None:
         assert run.steps() == [2]
         assert (tmp_path / "step-00000001" / "notes.txt").read_text() == "mine"
         (tmp_path / "step-00000005").symlink_to(tmp_path / "step-00000002")
-        with pytest.raises(HoldfastError, match=r"is not a step that this run has made|no committed step"):
-            run.delete(5)
+        torch_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-00000006")
+        for step in (5, 6):
+            with pytest.raises(BadInput, match="is no step that Holdfast has saved there"):
+                run.delete(step)
+        assert run.steps() == [2, 5, 6]
         assert (tmp_path / "step-00000002" / "index.safetensors").exists()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import tempfile
 import time
 from pathlib import Path
 
@@ -74,6 +75,24 @@ def test_a_call_of_another_user_is_not_answered(tmp_path: Path) -> None:
     with pytest.raises(PermissionError, match="belongs to another user"):
         take_part(path, "a", 2)
     assert os.listdir(path) == ["asked"]
+
+
+@as_root
+def test_files_that_a_server_gives_to_another_user_are_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with root_squash: this process takes itself for another user than the one whose its files become."""
+    place = tempfile.mkdtemp(dir="/dev/shm")
+    os.chown(place, NOBODY, NOBODY)
+    os.seteuid(NOBODY)
+    try:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        path = ask_for_call(place, "somebody asks")
+        assert os.stat(path).st_uid == NOBODY
+        assert waiting_call(place, "a") is not None
+        assert take_part(path, "a", 2) is not None
+        assert [part.job for part in parts(path)] == ["a"]
+    finally:
+        os.seteuid(0)
+        shutil.rmtree(place)
 
 
 @as_root

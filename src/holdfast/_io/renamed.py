@@ -33,6 +33,11 @@ def check_rename(rename: object) -> None:
         )
 
 
+_LOOKED_AT, _TRIED = 20_000, 20
+"""How many names of a checkpoint, and how many wanted ones and renamings of these, are looked at for one that
+fits."""
+
+
 class Renamed:
     """A source whose tensors have other names, in the order of these."""
 
@@ -89,10 +94,11 @@ class Renamed:
 
 
 def mapping_that_fits(wanted: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], int]:
-    """Return the renaming of one subtree of a checkpoint that makes the most of the wanted names, and how
-    many of these; an empty one if none makes any.
+    """Return the renaming of one subtree of a checkpoint that makes most of the wanted names, and how many of
+    these; an empty one if none makes more than half of them.
 
-    names: all of the checkpoint. Looks at a few of the wanted names, so it is for an error, not for a load.
+    names: those of the checkpoint that nothing else of the state has. Looks at some names only: it is for an
+        error, not for a load.
     """
     by_end: dict[str, list[list[str]]] = {}
     for name in names[:_LOOKED_AT]:
@@ -109,17 +115,14 @@ def mapping_that_fits(wanted: Sequence[str], names: Sequence[str]) -> tuple[dict
         votes.update(found)
     have, best, most = set(names), dict[str, str](), 0
     for (theirs_head, head), _ in votes.most_common(_TRIED):
-        made = [_moved(name, head, theirs_head) for name in wanted]
+        made = [moved(name, head, theirs_head) for name in wanted]
         fits = sum(name in have for name in made if name is not None)
         if theirs_head != head and fits > most:
             best, most = {theirs_head: head}, fits
-    return best, most
+    return (best, most) if 2 * most > len(wanted) else ({}, 0)
 
 
-_LOOKED_AT, _TRIED = 20_000, 20
-
-
-def _moved(name: str, head: str, other: str) -> str | None:
+def moved(name: str, head: str, other: str) -> str | None:
     """Return a name with another subtree in place of `head`; None if it is not below that."""
     if head and name != head and not name.startswith(head + "."):
         return None

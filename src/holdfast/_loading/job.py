@@ -202,12 +202,10 @@ class LoadJob:
         if isinstance(index, ForeignSource):
             tells, counts, left_out = True, index.is_weight, sorted(self._left_out(index, index.tied, plan))
         # Names are read by one rank, and only where this one does not ask for all of them: to tell what is
-        # left, or for an error.
-        if self.operation.context.is_committer and len(plan.found) < index.tensors:
-            if tells:
-                self.stored = Stored(index.names(), counts)
-            elif not plan.tensors[1]:
-                self.stored = Stored(index.names(), lambda name: False)
+        # left; or if it fills no tensor, for an error.
+        rest = tells and len(plan.found) < index.tensors
+        if self.operation.context.is_committer and (rest or not plan.tensors[1]):
+            self.stored = Stored(index.names(), counts if tells else lambda name: False)
         return list(runs(plan.found.tolist())), left_out
 
     def _left_out(self, index: Source, tied: tuple[str, str] | None, plan: LoadPlan) -> frozenset[str]:

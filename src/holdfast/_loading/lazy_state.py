@@ -72,7 +72,7 @@ class LazyStates:
             if parameter is not None and (_address(parameter), tuple(parameter.shape)) in places:
                 self.skipped.append(leaf.name)
 
-    def look(self, index: Source, patterns: Patterns, strict: bool, cast: bool = False) -> None:
+    def look(self, index: Source, patterns: Patterns, strict: bool, cast: bool) -> None:
         """Add leaves and rows for what the checkpoint has where the state has nothing yet.
 
         cast: states of a parameter that is stored in another dtype get the parameter's, as

@@ -11,6 +11,7 @@ import torch
 from holdfast._format.columns import Array, Columns
 from holdfast._format.limits import bounded_memory
 from holdfast._io.file_reader import ReadPlan, plan_read
+from holdfast._io.renamed import moved
 from holdfast._io.source import Source, rows_of
 from holdfast._layout.box import Box, whole
 from holdfast._layout.tensor import KINDS, OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
@@ -18,7 +19,7 @@ from holdfast._loading.filling import check_filled, refuse_expanded
 from holdfast._loading.lazy_state import LazyStates, refuse_empty
 from holdfast._loading.numbers import add_wholes
 from holdfast._loading.request import SKIP, LoadRequest
-from holdfast._loading.rest import remedy
+from holdfast._loading.rest import remedy, renaming
 from holdfast._loading.tied import Tied, rows_read_once
 from holdfast._plan.agreement import what
 from holdfast._plan.blocks import widen
@@ -183,13 +184,34 @@ def _check_missing(
         raise MissingTensors(
             f"{request.store.url} does not hold {len(names)} of the names in the state: "
             f"{listed(names, say)}.",
-            hint=remedy(names, have)
+            hint=_renaming(index, table, gone, have)
             or (_KEEP if all(of_row[row].private for row in gone) else "")
             or f"It holds {index.tensors} names; leave these out of the load, or pass {request.lenient} to "
             "load the others.",
             details={"missing": names[:100]},
         )
     return names, len(table) - len(empty)
+
+
+def _renaming(index: Source, table: ShardTable, gone: list[int], have: list[str]) -> str:
+    """Return the hint about names that are stored under others; "" if no renaming helps, or what is stored
+    there is something else."""
+    missing = {table.specs[row].name: table.specs[row] for row in gone}
+    asked = {spec.name for spec in table.specs}
+    mapping, fits = renaming([*missing], [name for name in have if name not in asked])
+    if not mapping:
+        return ""
+    [(theirs, ours)] = mapping.items()
+    stored = {name: moved(name, ours, theirs) for name in missing}
+    rows = {name: index.find_one(other) for name, other in stored.items() if other is not None}
+    found = np.unique([row for row in rows.values() if row >= 0])
+    specs = {spec.name: spec for spec in index.select(found).specs()}
+    alike = all(
+        specs[other].kind == spec.kind and (spec.kind == OBJECT or specs[other].shape == spec.shape)
+        for name, spec in missing.items()
+        if (other := stored[name]) is not None and other in specs
+    )
+    return remedy(mapping, fits, len(missing)) if alike else ""
 
 
 def _as_stored(table: ShardTable, columns: Columns, position: Array) -> Array:

@@ -50,11 +50,11 @@ def compare(
         raise MissingTensors(
             f"The load of {where} fills no tensor at all: it holds {len(names)} names, and none of the "
             f"tensors in the state, such as {listed(kept, most=3)}.",
-            hint=remedy(kept, names)
+            hint=remedy(*renaming(kept, _unasked(stored, reports)), len(kept))
             or f"Compare the names: it holds {listed(names, most=3)}. Or give another folder.",
             details={"missing": list(kept)},
         )
-    unasked = _unasked(stored, reports)
+    unasked = [name for name in _unasked(stored, reports) if stored.counts(name)]
     refused = [name for name in unasked if not request.may_be_left(name)]
     if refused:
         raise LoadFailed(
@@ -63,8 +63,14 @@ def compare(
             "holdfast.megatron.load, or install(huggingface=False), leaves such weights out.",
             details={"unasked": refused[:100]},
         )
+    bases: dict[bool, set[str | None]] = {False: set(), True: set()}
+    for leaf in leaves:
+        if leaf.private:
+            bases[leaf.optional].add(without_rank(leaf.name))
     if request.strict:
-        _refuse_gone(where, unasked, leaves)
+        _refuse_gone(where, [name for name in unasked if without_rank(name) in bases[False] - {None}])
+    # Of an optional value those of other ranks may go.
+    unasked = [name for name in unasked if without_rank(name) not in bases[True] - {None}]
     return Rest(tuple(unasked[:TOLD]), len(unasked), kept[:KEPT])
 
 
@@ -75,13 +81,11 @@ def _unasked(stored: Stored, reports: dict[int, HaveRead]) -> list[str]:
         for first, last in report.rows:
             unasked[first : last + 1] = False
     names = (stored.names[row] for row in np.flatnonzero(unasked).tolist())
-    return [name for name in names if stored.counts(name) and name not in left_out]
+    return [name for name in names if name not in left_out]
 
 
-def _refuse_gone(where: str, unasked: list[str], leaves: Iterable[Leaf]) -> None:
+def _refuse_gone(where: str, gone: list[str]) -> None:
     """Refuse to drop values of ranks that this job does not have, under names that its own ranks have."""
-    required = {without_rank(leaf.name) for leaf in leaves if leaf.private and not leaf.optional} - {None}
-    gone = [name for name in unasked if without_rank(name) in required]
     patterns = sorted({f"{name.partition('@')[0]}@*" for name in gone})
     if gone:
         raise LoadFailed(
@@ -94,12 +98,14 @@ def _refuse_gone(where: str, unasked: list[str], leaves: Iterable[Leaf]) -> None
         )
 
 
-def remedy(missing: Sequence[str], names: Sequence[str]) -> str:
-    """Return what to do about names that a checkpoint does not hold under these, but under others; "" if no
-    renaming helps."""
-    shared = [name for name in missing if without_rank(name) is None]  # no rank is to get another's value
-    mapping, fits = mapping_that_fits(shared, names)
-    return f"holdfast.load(rename={mapping!r}) fits {fits} of these {len(missing)} names." if mapping else ""
+def renaming(missing: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], int]:
+    """Return what `mapping_that_fits` returns, but for values of one rank: none is to get another's."""
+    return mapping_that_fits([name for name in missing if without_rank(name) is None], names)
+
+
+def remedy(mapping: dict[str, str], fits: int, missing: int) -> str:
+    """Say which renaming gives names that a checkpoint does not hold; "" if there is none."""
+    return f"holdfast.load(rename={mapping!r}) fits {fits} of these {missing} names." if mapping else ""
 
 
 def warn(where: str, rest: Rest, total: int) -> None:

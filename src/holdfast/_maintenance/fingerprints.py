@@ -175,7 +175,7 @@ class _Whole:
         self._sums: dict[tuple[str, Box], tuple[int, tuple[int, int]]] = {}
         """By name and box: the first rank that has it, and its sums."""
         self._boxes: dict[str, dict[Box, int]] = {}
-        """Boxes by name, and of each the first rank that has it."""
+        """Boxes by name, without declared copies, and of each the first rank that has it."""
         self._copies: dict[str, dict[Box, int]] = {}
         """The same of declared copies."""
 

@@ -73,8 +73,10 @@ class Operation:
         self.cancel = Cancel()
         self.attempt = ""
         """A name of this attempt that all its ranks share and no other attempt has."""
-        self.bytes_total = self.bytes_done = 0
-        """Bytes that `progress` will have noted at the end; 0 until that is known."""
+        self.bytes_done = 0
+        """Bytes that `progress` has noted."""
+        self.bytes_total = 0
+        """Bytes that it will have noted at the end; 0 until that is known."""
         self._bar: Bar | None = None
         self.alone = len(call.participants) == 1
         # A call of one rank needs no message store, and leaves nothing in it.

@@ -21,7 +21,7 @@ from holdfast._saving.job import SaveJob
 from holdfast._saving.request import PREVIOUS, SaveRequest
 from holdfast._state.flatten import flatten
 from holdfast._store.base import Store
-from holdfast._store.run_folder import committed_folder
+from holdfast._store.run_folder import committed_folder, own_steps
 from holdfast._values import Json
 from holdfast.errors import BadInput, Conflict, NotCommitted
 
@@ -172,7 +172,7 @@ class Checkpoints(RunFolder):
         saves under way.
 
         Raises NotCommitted if there is no such step, and Conflict if somebody reads it, or if another job
-        saves into the run; BadInput for a step that this run has not made, such as a link.
+        saves into the run; BadInput for a step that Holdfast has not saved here: a link, or torch DCP's.
         """
         step = whole_step(step)
         self._settle()
@@ -181,13 +181,13 @@ class Checkpoints(RunFolder):
         def remove(answers: dict[int, Json]) -> None:
             self._permit(call, lambda: None)
             with self._tidying:
-                folder = committed_folder(self.store, step)
-                if folder is None:
+                there, folder = committed_folder(self.store, step), own_steps(self.store).get(step)
+                if there is None:
                     raise NotCommitted(f"{self.store.url} has no committed step {step}.")
-                if not is_removable(self.store, folder):
-                    raise BadInput(f"{self.store.url}/{folder} is not a step that this run has made.")
-                remove_step(self.store, folder)
-                self._facts.pop(folder, None)
+                if folder != there or not is_removable(self.store, there):
+                    raise BadInput(f"{self.store.url}/{there} is no step that Holdfast has saved there.")
+                remove_step(self.store, there)
+                self._facts.pop(there, None)
                 if committed_folder(self.store, step) is not None:
                     raise Conflict(
                         f"Step {step} in {self.store.url} is being read.", hint="Delete it after that."

@@ -8,6 +8,7 @@ is pinned, and a reader of an old step may find it gone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
@@ -37,6 +38,7 @@ class Pin:
 
     def __init__(self, store: Store) -> None:
         self._reader: LocalReader | None = None
+        self._pid = os.getpid()
         if not isinstance(store, LocalStore):
             return
         ends = REAL_CLOCK.now() + PATIENCE
@@ -62,7 +64,10 @@ class Pin:
     def close(self) -> None:
         reader, self._reader = self._reader, None
         if reader is not None:
-            unlock(reader.fd, _PIN)  # closing does not unlock it where a fork has inherited the descriptor
+            # Closing does not unlock it where a fork has inherited the descriptor. The fork itself must not,
+            # when it drops its copy of what holds this.
+            if self._pid == os.getpid():
+                unlock(reader.fd, _PIN)
             reader.close()
 
 

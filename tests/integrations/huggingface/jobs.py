@@ -87,6 +87,31 @@ def fingerprints(rank: int, name: str, folder: str, layout: Layout) -> Any:
         return found[0]
 
 
+def fingerprints_with_a_stale_copy(rank: int, name: str, folder: str, layout: Layout, stale: int) -> str:
+    """The error, where one rank has one other element in a parameter that all data-parallel ranks have."""
+    from holdfast import megatron
+    from holdfast.errors import HoldfastError
+
+    use_cpu()
+    recipe = TINY[name].recipe
+    with parallel(layout):
+        chunks = build(config_of(layout, recipe), layout, recipe)
+        load_into(chunks, folder)
+        if rank == stale:
+            spoiled = next(
+                parameter
+                for name, parameter in chunks[0].named_parameters()
+                if "self_attention.linear_proj" in name
+            )
+            with torch.no_grad():
+                spoiled.view(-1)[3] += 1
+        try:
+            megatron.fingerprint(describe(chunks), job=Job(timeout=60, stall_timeout=30))
+        except HoldfastError as error:
+            return f"{type(error).__name__}: {error.message}"
+        return "told nothing"
+
+
 def train_and_export(
     rank: int, name: str, folder: str, layout: Layout, run: str, out: str
 ) -> tuple[list[float], int]:

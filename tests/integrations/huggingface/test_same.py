@@ -340,3 +340,14 @@ def test_a_model_on_its_ranks_is_the_published_one(model: tuple[Path, Path], ran
     found = holdfast.same(told[0], step)
     assert found.same
     assert found.bytes_read == 0
+
+
+@pytest.mark.parametrize("stale", [1, 6])
+def test_one_stale_copy_of_a_data_parallel_rank_is_told(
+    stale: int, model: tuple[Path, Path], ranks: ProcessWorld
+) -> None:
+    how = "qwen3_moe", str(model[0]), Layout(pp=2, ep=4), stale
+    for said in ranks.run(jobs.fingerprints_with_a_stale_copy, *how, timeout=120):
+        assert said.startswith("ReplicaMismatch: Ranks "), said
+        assert f" and {stale} hold different elements of " in said or f"Ranks {stale} and " in said
+        assert "self_attention.linear_proj" in said

@@ -3,7 +3,7 @@ file each goes into."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -116,10 +116,16 @@ def plan_export(
         return None if in_framework else _published_dtype(folder, name) or next(iter(said), None)
 
     by_name: dict[str, PublishedTensor] = {}
-    for spec in _without_tied_output(_weights(index, view, published), view, published, index.where, alike):
+    for spec in _weights(index, view, published):
         if "quantization_config" in config:
             _refuse_quantised(index, spec, base)
-        for segment in _segments(spec, view, published):
+        segments = (
+            # It has its published name already (an import, or transformers' modules).
+            same([spec.name], spec.shape, {})
+            if spec.name in published
+            else view.segments(spec.name, spec.shape, whole(spec.shape))
+        )
+        for segment in segments:
             code = _code(spec, wanted_code(segment.name), dtype is None)
             tensor = by_name.setdefault(segment.name, PublishedTensor(segment.name, code, segment.published))
             tensor.pieces.append(Piece(spec, segment))
@@ -127,6 +133,8 @@ def plan_export(
                 tensor.code = min(code, tensor.code, key=FLOATS.index)
     tensors = sorted(by_name.values(), key=lambda tensor: natural(tensor.name))
     for tensor in tensors:
+        if view.is_tied:
+            _leave_out_tied_output(tensor, index.where, alike)
         _check_covered(tensor, index.where)
     if folder is None:
         if strict:
@@ -162,47 +170,27 @@ def _weights(index: Index, view: View, published: set[str]) -> list[TensorSpec]:
     return specs
 
 
-def _segments(spec: TensorSpec, view: View, published: set[str]) -> Iterable[Segment]:
-    """Return the segments of a tensor of the checkpoint in the published ones."""
-    if spec.name in published:  # already: of an import, or of transformers' modules
-        return same([spec.name], spec.shape, {})
-    return view.segments(spec.name, spec.shape, whole(spec.shape))
-
-
-def _without_tied_output(
-    specs: list[TensorSpec],
-    view: View,
-    published: set[str],
-    where: str,
-    alike: Callable[[TensorSpec, TensorSpec], bool],
-) -> list[TensorSpec]:
+def _leave_out_tied_output(
+    tensor: PublishedTensor, where: str, alike: Callable[[TensorSpec, TensorSpec], bool]
+) -> None:
     """Leave out an output layer that the published model ties to its embedding, if the checkpoint has both.
 
     Raises BadInput if they differ.
     """
-    outputs = [spec for spec in specs if spec.name in OUTPUTS and spec.name not in published]
-    embeddings = [spec for spec in specs if "embed" in spec.name]
-    if not view.is_tied or not outputs or not embeddings:
-        return specs
-
-    def names(spec: TensorSpec) -> list[str]:
-        return [segment.name for segment in _segments(spec, view, published)]
-
-    kept = list(specs)
-    for output in outputs:
-        embedding = next((spec for spec in embeddings if names(spec) == names(output)), None)
-        if embedding is None:
-            continue
-        if not alike(output, embedding):
-            raise BadInput(
-                f"{where} holds other elements in {output.name!r} than in {embedding.name!r}, and the "
-                "published model's output is its embedding (tie_word_embeddings).",
-                hint="If the model was trained so, set tie_word_embeddings to false in the published "
-                "config.json.",
-                details={"tensors": [output.name, embedding.name]},
-            )
-        kept.remove(output)
-    return kept
+    outputs = [piece for piece in tensor.pieces if piece.spec.name in OUTPUTS]
+    others = [piece for piece in tensor.pieces if piece not in outputs]
+    if not outputs or not others:
+        return
+    output, embedding = outputs[0].spec, others[0].spec
+    if not alike(output, embedding):
+        raise BadInput(
+            f"{where} holds {output.name!r} and {embedding.name!r}, which are not equal bit for bit, and the "
+            "published model's output is its embedding (tie_word_embeddings).",
+            hint="If the model was trained so, set tie_word_embeddings to false in the published "
+            "config.json.",
+            details={"tensors": [output.name, embedding.name]},
+        )
+    tensor.pieces = others
 
 
 def _refuse_quantised(index: Index, spec: TensorSpec, base: LocalStore) -> None:
