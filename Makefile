@@ -6,7 +6,7 @@ WORKERS ?= 3
 # Which of the supported versions of megatron-core: `oldest` or `newest`, as in pyproject.toml.
 MEGATRON ?= oldest
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install -q --disable-pip-version-check
+PIP := tools/again $(BIN)/pip install -q --disable-pip-version-check
 QUICK := tests/layout tests/format tests/plan tests/store tests/state tests/saving tests/views tests/maintenance tests/testing \
 	tests/protocol/test_protocol.py tests/protocol/test_liveness.py tests/test_public.py
 BENCHES := planning growth per_tensor small_save save_load megatron async_save unchanged defaults groups fsdp huggingface standing watch
