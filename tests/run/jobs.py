@@ -110,3 +110,14 @@ def late_rank(rank: int, run: str) -> tuple[str, float]:
         except holdfast.errors.HoldfastError as error:
             return type(error).__name__, time.monotonic() - begun
     return "saved", 0.0
+
+
+def go_back(rank: int, run: str) -> tuple[list[int], int | None]:
+    """Restore step 1500, and save 1600, 1700 and 1800, two at once."""
+    with holdfast.Checkpoints(run, in_flight=2, job=JOB) as checkpoints:
+        state = {"w": torch.zeros(4)}
+        checkpoints.restore(state, 1500)
+        for step in (1600, 1700, 1800):
+            state["w"].fill_(-step)
+            checkpoints.save(step, state)
+    return checkpoints.steps(), checkpoints.latest()

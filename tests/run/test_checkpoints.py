@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -250,3 +252,22 @@ def test_a_run_is_restored_as_a_checkpoint_is_loaded(tmp_path: Path) -> None:
         report = run.restore_report(state, **how)
         assert report is not None
         assert (report.step, report.skipped, report.missing) == (4, ("model.head",), ())
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_threads_that_share_a_run_follow_one_another(tmp_path: Path, asynchronous: bool) -> None:
+    steps = itertools.count(1)
+
+    def save(_: int) -> None:
+        for _ in range(10):
+            step = next(steps)
+            run.save(step, {"w": torch.full((50,), float(step))})
+
+    with (
+        holdfast.Checkpoints(tmp_path, asynchronous=asynchronous, job=ALONE) as run,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        list(pool.map(save, range(3)))
+    assert run.steps() == list(range(1, 31))
+    for step in run.steps():
+        assert holdfast.open(tmp_path / f"step-{step:08}")["w"][:].unique().tolist() == [step]

@@ -28,6 +28,8 @@ SLICE = "slice.holdfast"
 weights, so no other tool takes the folder for a complete model."""
 OWNER = ".holdfast-owner.json"
 """In a run folder: the job that saves there."""
+LEFT = ".holdfast-left.json"
+"""In a run folder: the steps that the run has left behind by going back to an older one."""
 EMBEDDED = "__holdfast__"
 """The entry of a data file that contains the file's own index."""
 # `\Z`, because `$` would also match before a newline at the end. Each part begins with a letter, a digit, `_`

@@ -20,6 +20,7 @@ from holdfast._format.names import (
 from holdfast._io.index_file import open_index
 from holdfast._io.small_files import read_file
 from holdfast._store.base import Entry, Kind, Store
+from holdfast._store.branches import is_left, left_behind
 from holdfast._store.pins import unpinned
 from holdfast._store.publishing import HIDDEN
 from holdfast._store.retention import Retention, StepFacts
@@ -67,11 +68,14 @@ def retire(
     if rules.keep is None:
         return []
     passed = set() if passed is None else passed
+    left = left_behind(store)
     steps = [
         (step, folders)
         for step, folders in by_step(store)
         if step not in damaged and not passed.issuperset(folders)
     ]
+    gone = {step for step, folders in steps if any(is_left(store, left, one, INDEX) for one in folders)}
+    steps.sort(key=lambda found: (found[0] not in gone, found[0]))
     removable: dict[int, str] = {}
     # No more steps than there are folders: mostly nothing is looked at. Else the newest first.
     for step, folders in reversed(steps if len(steps) > rules.keep else []):
@@ -86,7 +90,7 @@ def retire(
         return []
     kept = rules.kept(
         [
-            read(step, folder) if rules.asks_the_index else StepFacts(step)
+            (read(step, folder) if rules.asks_the_index else StepFacts(step))._replace(left=step in gone)
             for step, folder in removable.items()
         ]
     )

@@ -14,6 +14,7 @@ from holdfast._layout.patterns import matches
 from holdfast._layout.tensor import DTYPES, KINDS, OBJECT
 from holdfast._maintenance.target import checkpoint_or_run, moment, number
 from holdfast._store.base import Folder, Kind, Store
+from holdfast._store.branches import is_left, left_behind
 from holdfast._store.pins import is_pinned
 from holdfast._store.retention import facts_of, retention_of
 from holdfast._store.run_folder import is_linked, is_only_marked, is_spelled_as_ours, step_folders
@@ -95,6 +96,8 @@ class RunStep(msgspec.Struct, frozen=True):
     """Why `keep=` does not remove it, by the rules of the newest step; None if it does, or there are none."""
     is_read: bool = False
     """Whether somebody reads it at this moment, so that it stays."""
+    is_left: bool = False
+    """Whether the run has left it behind by going back to an older step."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -120,14 +123,18 @@ def describe_run(store: Store) -> Run:
     steps = [_step(step, store.child(folder), abouts) for step, folder in folders.items()]
     rules = retention_of(abouts[max(abouts)].get("retention")) if abouts else None
     why: dict[int, str] = {}
+    left = left_behind(store)
+    gone = {step for step in abouts if is_left(store, left, folders[step], INDEX)}
     if rules is not None:
         counted = [step for step in abouts if is_spelled_as_ours(folders[step])]
         counted = [step for step in counted if not is_linked(store, folders[step])]
         why = dict.fromkeys(folders, "never removed: a link, or made or named by others")
         why |= dict.fromkeys(counted, "")
-        why |= rules.kept([facts_of(step, abouts[step]) for step in counted])
+        why |= rules.kept([facts_of(step, abouts[step])._replace(left=step in gone) for step in counted])
     described = tuple(
-        replace(step, kept=why.get(step.step) or None) if step.committed and not step.problem else step
+        replace(step, kept=why.get(step.step) or None, is_left=step.step in gone)
+        if step.committed and not step.problem
+        else step
         for step in steps
     )
     return Run(store.url, None if rules is None else str(rules), described)
@@ -136,7 +143,12 @@ def describe_run(store: Store) -> Run:
 def fate(run: Run, step: RunStep) -> str:
     """Say why a step stays, as far as that is known, or that it does not."""
     goes = run.rules is not None and step.committed and not (step.problem or step.kept)
-    reasons = [step.kept, "goes at the next save" if goes else "", "is being read" if step.is_read else ""]
+    reasons = [
+        "left behind" if step.is_left else "",
+        step.kept,
+        "goes at the next save" if goes else "",
+        "is being read" if step.is_read else "",
+    ]
     return ", ".join(filter(None, reasons))
 
 

@@ -22,6 +22,7 @@ from holdfast._format.names import CONFIG, DATA, INDEX, METADATA
 from holdfast._io.index_file import open_index
 from holdfast._io.old_steps import entries, old_files, own_names, remove_step
 from holdfast._store.base import FOLDERS, Entry, Folder, Kind, Store
+from holdfast._store.branches import is_left, left_behind
 from holdfast._store.local import open_store
 from holdfast._store.publishing import HIDDEN
 from holdfast._store.run_folder import all_step_folders, is_linked, is_spelled_as_ours
@@ -146,9 +147,12 @@ class _Sweep:
 
     def old(self, keep: int) -> None:
         """Remove committed steps beyond the newest `keep` that can be read."""
-        # `good` ascends by step, in the order of the visits. It has only steps that can be read, so a damaged
-        # newest step never displaces the last good one.
-        ours = list(filter(is_spelled_as_ours, self.good))
+        # `good` ascends by step, in the order of the visits; those left behind count as older. It has only
+        # steps that can be read, so a damaged newest step never displaces the last good one.
+        left = left_behind(self.store)
+        ours = sorted(
+            filter(is_spelled_as_ours, self.good), key=lambda one: not is_left(self.store, left, one, INDEX)
+        )
         gone = {item.path for item in self.removed}  # left-overs: in a dry run they are still there
         for folder in ours[: max(len(ours) - keep, 0)]:
             if folder in self.busy:

@@ -16,7 +16,7 @@ from holdfast._loading.job import run_load_once
 from holdfast._loading.request import RAISE, LoadReport, LoadRequest
 from holdfast._protocol.call import Call, begin_call, whole_step
 from holdfast._protocol.operation import agree
-from holdfast._run.folder import RunFolder
+from holdfast._run.folder import RunFolder, one_at_a_time
 from holdfast._saving.job import SaveJob
 from holdfast._saving.request import PREVIOUS, SaveRequest
 from holdfast._state.flatten import flatten
@@ -85,7 +85,7 @@ class Checkpoints(RunFolder):
                 about=self._about(metrics),
                 options=self._job.options,
                 # The committer calls it twice: before it begins, and right before it commits.
-                permit=partial(self._permit, call),
+                permit=partial(self._permit_save, call, step),
                 after=lambda: self._retire(step),
             )
             return SaveJob(request)
@@ -167,6 +167,7 @@ class Checkpoints(RunFolder):
 
         return self._load(load, step, fallback)
 
+    @one_at_a_time
     def delete(self, step: int) -> None:
         """Remove a committed step: exactly the files that are Holdfast's. All participants call it, after the
         saves under way.

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Self, SupportsFloat, TypeVar
+from functools import wraps
+from typing import Concatenate, ParamSpec, Self, SupportsFloat, TypeVar
 
 from holdfast import events
 from holdfast._background.pending import Pending, finished
@@ -20,6 +21,7 @@ from holdfast._io.old_steps import retire
 from holdfast._protocol.call import Call, begin_call, whole_step
 from holdfast._protocol.job import Job, job_of
 from holdfast._protocol.operation import agree
+from holdfast._run.origin import Origin
 from holdfast._run.owner import lease_of
 from holdfast._run.save_times import SaveTimes
 from holdfast._saving.job import SaveJob
@@ -50,6 +52,22 @@ _RETRY = re.compile(r"retry\((\d+)\)")
 TRIES = 10
 """How often a load begins again because its checkpoint was replaced or retired meanwhile."""
 T = TypeVar("T")
+P = ParamSpec("P")
+Run = TypeVar("Run", bound="RunFolder")
+
+
+def one_at_a_time(method: Callable[Concatenate[Run, P], T]) -> Callable[Concatenate[Run, P], T]:
+    """Make a method wait for other threads that are in such methods of the same object. Each of them ends by
+    its own deadline."""
+
+    @wraps(method)
+    def call(self: Run, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._queue.is_of_another_process():  # the thread that holds the lock may be one of the parent's
+            return method(self, *args, **kwargs)
+        with self._calls:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class RunFolder:
@@ -121,6 +139,10 @@ class RunFolder:
         self._tidying = threading.Lock()
         """Held while old steps are removed: for one commit at a time."""
         self._takeover = takeover
+        self._origin: Origin | None = Origin()
+        """None once a save is committed, so that later ones need not look."""
+        self._calls = threading.RLock()
+        """Held by a call (`one_at_a_time`)."""
         # At the end of the process the folder is released after the saves.
         self._lease = lease_of(self.store)
         self._queue = SaveQueue(self, in_order=False)
@@ -159,6 +181,7 @@ class RunFolder:
         """
         return self._times.due(whole_step(step))
 
+    @one_at_a_time
     def close(self, timeout: float | None = None) -> None:
         """Wait for the saves under way, and free memory, descriptors and writer processes. A later save makes
         new ones.
@@ -198,11 +221,14 @@ class RunFolder:
     def _check(self, ended: Pending) -> None:
         """Raise or log the error of a save, if it failed."""
         error = ended.exception()
+        if error is None:
+            self._origin = None
         if error is not None and not self._warns:
             raise error
         if error is not None:
             log.warning("A save in the background failed: %s", error)
 
+    @one_at_a_time
     def _save(
         self, make: Callable[[Call], SaveJob], step: int, force: bool, timeout: float | None
     ) -> Pending | None:
@@ -230,7 +256,9 @@ class RunFolder:
             )
             pending.only_warns = self._warns
             return pending
-        return finished(make(begin_call(job)).run(), step)
+        report = make(begin_call(job)).run()
+        self._origin = None
+        return finished(report, step)
 
     def _is_busy(self, step: int) -> bool:
         """Return whether a save would have to wait on any rank. All must decide alike, so they agree."""
@@ -254,6 +282,13 @@ class RunFolder:
     def _permit(self, call: Call, tick: Callable[[], None]) -> None:
         """Raise Conflict if the run folder is not this job's. Only the committer calls it."""
         self._lease.hold(self, call.roster.job(), call.rank, self._takeover, tick)
+
+    def _permit_save(self, call: Call, step: int, tick: Callable[[], None]) -> None:
+        """Also note which steps the run leaves behind, if it has gone back to an older one."""
+        self._permit(call, tick)
+        if (origin := self._origin) is not None:
+            with self._tidying:
+                origin.follow(self.store, step)
 
     def _retire(self, step: int) -> None:
         """Remove the steps that no rule keeps, the one just saved never among them."""
@@ -292,6 +327,7 @@ class RunFolder:
             about["metrics"] = self._rules.checked(metrics)
         return about
 
+    @one_at_a_time
     def _load(self, load: Callable[[Store, int, Call], T], step: int | None, fallback: bool) -> T | None:
         """Call `load` with the folder and number of a step, or of the newest undamaged one; None if there is
         none."""
@@ -313,6 +349,7 @@ class RunFolder:
             try:
                 store = self.store.child(folder)
                 loaded = load(store, chosen, call)
+                self._origin = Origin(chosen)
                 level = logging.INFO if leads else logging.DEBUG
                 log.log(level, "Step %d is restored, from %s.", chosen, store.url)
                 return loaded

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from difflib import get_close_matches
 
-from holdfast._format.names import DATA, INDEX, METADATA, OWNER, SLICE, is_fetched
+from holdfast._format.names import DATA, INDEX, LEFT, METADATA, OWNER, SLICE, is_fetched
 from holdfast._store.base import FOLDERS, Store
 from holdfast._store.local import LocalStore
 from holdfast._store.run_folder import all_step_folders, is_only_marked, newest_steps, step_of
@@ -29,7 +29,7 @@ def explain_fresh_start(store: Store) -> str:
     fresh = f"No step is restored from {store.url}, so the run starts fresh"
     if store.stat() is None:
         return f"{fresh}: the folder does not exist{_near(store)}."
-    names = [name for name in store.list() if name != OWNER]
+    names = [name for name in store.list() if name not in (OWNER, LEFT)]
     shown = ", ".join(
         f"{name} (never committed)" if step_of(name.rstrip("/")) is not None else name
         for name in names[:_SHOWN]

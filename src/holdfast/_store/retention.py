@@ -24,6 +24,8 @@ class StepFacts(NamedTuple):
     """Seconds since 1970; None: not known."""
     metrics: Message | None = None
     """None: not known. A metric that was no finite number is None in it."""
+    left: bool = False
+    """Whether the run has left it behind by going back to an older step."""
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,17 +66,20 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
         return isinstance(self.keep_every, int) and step % self.keep_every == 0
 
     def kept(self, steps: Collection[StepFacts]) -> dict[int, str]:
-        """Return the steps that stay, ascending, and why each of them does.
+        """Return the steps that stay, and why each of them does: ascending, those left behind first, which
+        count as older than all others.
 
         What an index does not tell is no reason to remove a step: one whose time or metrics are not known
         stays if a rule asks for them.
         """
-        ascending = sorted(steps, key=lambda facts: facts.step)
+        ascending = sorted(steps, key=lambda facts: (not facts.left, facts.step))
         if self.keep is None:
             return dict.fromkeys((facts.step for facts in ascending), "all steps are kept")
         newest = {facts.step for facts in ascending[-self.keep :]}
         best, last, found = self.best_step(ascending), None, dict[int, str]()
-        for facts in ascending:
+        for before, facts in zip((None, *ascending), ascending, strict=False):
+            if before is not None and before.left != facts.left:
+                last = None  # each branch has its own times
             why = [f"one of the newest {self.keep}"] if facts.step in newest else []
             if self.stays_by_number(facts.step):
                 why.append(f"every {self.keep_every} steps")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing, suppress
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from holdfast._format.names import (
@@ -27,6 +27,7 @@ from holdfast._format.names import (
     is_marker,
 )
 from holdfast._store.base import FOLDERS, Folder, Kind, Store
+from holdfast._store.branches import is_left, left_behind
 from holdfast._store.local import open_store
 from holdfast.errors import BadInput, StorageError
 
@@ -81,7 +82,7 @@ def all_step_folders(store: Store) -> list[tuple[int, str]]:
 def step_folders(store: Store) -> dict[int, str]:
     """Return the folder of each step of a run, committed or not, ascending."""
     return {
-        step: (best_of(store, folders) or _Marked(folders[-1], "")).folder for step, folders in by_step(store)
+        step: (best_of(store, folders) or Marked(folders[-1], "")).folder for step, folders in by_step(store)
     }
 
 
@@ -96,17 +97,22 @@ def own_steps(store: Store) -> dict[int, str]:
 
 
 def newest_steps(store: Store, most: int, but: Collection[int] = ()) -> dict[int, str]:
-    """Return the newest committed steps, at most `most`, descending, without reading older ones. but: steps
-    to leave out."""
-    steps = (found for found in _committed(store, newest_first=True) if found[0] not in but)
+    """Return the newest committed steps, at most `most`, without reading older ones; those that the run has
+    left behind last. but: steps to leave out."""
+    steps = (found for found in _newest_first(store) if found[0] not in but)
     return {step: marked.folder for step, marked in islice(steps, most)}
 
 
 def newest_own_step(store: Store, but: int) -> str | None:
     """Return the folder of the newest step that has an index of ours, without reading older ones; None if
     there is none. but: a step to leave out."""
-    steps = _committed(store, newest_first=True)
+    steps = _newest_first(store)
     return next((marked.folder for step, marked in steps if step != but and marked.mark == INDEX), None)
+
+
+def steps_above(store: Store, step: int) -> dict[int, Marked]:
+    """Return the committed steps above one, without reading others."""
+    return dict(takewhile(lambda found: found[0] > step, _committed(store, newest_first=True)))
 
 
 def latest(run: Folder) -> str | None:
@@ -127,7 +133,9 @@ def committed_folder(store: Store, step: int) -> str | None:
     return None if marked is None else marked.folder
 
 
-class _Marked(NamedTuple):
+class Marked(NamedTuple):
+    """A folder with a checkpoint."""
+
     folder: str
     mark: str
     """The file that makes it a checkpoint."""
@@ -140,7 +148,18 @@ def by_step(store: Store) -> list[tuple[int, list[str]]]:
     return list(folders.items())
 
 
-def _committed(store: Store, newest_first: bool = False) -> Iterator[tuple[int, _Marked]]:
+def _newest_first(store: Store) -> Iterator[tuple[int, Marked]]:
+    """Yield the committed steps, the newest first, and after all others those that are left behind."""
+    left, passed = left_behind(store), list[tuple[int, Marked]]()
+    for step, marked in _committed(store, newest_first=True):
+        if is_left(store, left, *marked):
+            passed.append((step, marked))
+        else:
+            yield step, marked
+    yield from passed
+
+
+def _committed(store: Store, newest_first: bool = False) -> Iterator[tuple[int, Marked]]:
     looked: list[tuple[int, list[str]]] = []
     # Again if none is committed: between the list and the look `keep=` may have removed the only one that is,
     # for a newer one.
@@ -181,13 +200,13 @@ def is_only_marked(store: Store) -> bool:
         return is_marker(reader.read(0, MARKER_HEAD))
 
 
-def best_of(store: Store, folders: list[str]) -> _Marked | None:
+def best_of(store: Store, folders: list[str]) -> Marked | None:
     """Return the folder that is the checkpoint of a step, of several with its number; None if none is."""
-    marked = [_Marked(folder, mark) for folder in folders if (mark := _mark(store, folder)) is not None]
+    marked = [Marked(folder, mark) for folder in folders if (mark := _mark(store, folder)) is not None]
     if len(marked) < 2:
         return marked[0] if marked else None
 
-    def rank(candidate: _Marked) -> tuple[bool, float, bool]:
+    def rank(candidate: Marked) -> tuple[bool, float, bool]:
         # Times of the storage, compared only with each other, never with the clock of a host.
         entry = store.stat(f"{candidate.folder}/{candidate.mark}")
         modified = entry.modified if entry is not None else 0.0
@@ -234,7 +253,7 @@ def refuse_other_checkpoints(store: Store) -> None:
         )
 
 
-def _others(store: Store, names: list[str]) -> Iterator[_Marked]:
+def _others(store: Store, names: list[str]) -> Iterator[Marked]:
     """Yield folders that are checkpoints; those whose names end with the highest numbers first."""
 
     def number(name: str) -> tuple[int, bool]:
@@ -248,7 +267,7 @@ def _others(store: Store, names: list[str]) -> Iterator[_Marked]:
             mark = _mark(store, folder, (INDEX, METADATA, *_OTHERS, *(_WEIGHTS if is_numbered else ())))
             # A step that can be loaded was committed after the steps of the run were listed.
             if mark is not None and not (mark in (INDEX, METADATA) and step_of(folder) is not None):
-                yield _Marked(folder, mark)
+                yield Marked(folder, mark)
 
 
 # -- steps that may be removed (`holdfast._io.old_steps`) --------------------------------------

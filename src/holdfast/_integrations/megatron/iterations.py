@@ -17,7 +17,7 @@ from holdfast._integrations.megatron.checkpointing import load_state
 from holdfast._integrations.megatron.metadata import mark, write_after_commit
 from holdfast._integrations.megatron.saving import read_state_dict
 from holdfast._protocol.call import Call, begin_call, whole_step
-from holdfast._run.folder import RunFolder
+from holdfast._run.folder import RunFolder, one_at_a_time
 from holdfast._saving.job import SaveJob
 from holdfast._store.local import open_store
 from holdfast._store.run_folder import newest_steps
@@ -61,7 +61,7 @@ class Checkpoints(RunFolder):
                 about=self._about(metrics),
                 grid=self._job.grid,
                 options=self._job.options,
-                permit=partial(self._permit, call),
+                permit=partial(self._permit_save, call, iteration),
                 after=lambda: self._committed(iteration),
             )
 
@@ -87,6 +87,7 @@ class Checkpoints(RunFolder):
             fallback,
         )
 
+    @one_at_a_time
     def export_hf(
         self,
         iteration: int,
