@@ -18,7 +18,9 @@ PROGRAM = """
 import os, resource, sys, torch, holdfast
 which, value, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 state, job = {"w": torch.ones(1 << 20)}, holdfast.Job(no_dist=True)
-with holdfast.Checkpoints(folder + "-before") as before:  # imports all that is used
+# Imports all that is used: another user may not read where this library lies.
+save = holdfast.async_save
+with holdfast.Checkpoints(folder + "-before") as before:
     before.save(1, state)
 limit = getattr(resource, "RLIMIT_" + which)
 before = resource.getrlimit(limit)
@@ -28,7 +30,7 @@ if which == "NPROC":
     os.setresuid(65534, 65534, 0)  # root is not limited; and back
 resource.setrlimit(limit, (value, before[1]))
 try:
-    holdfast.async_save(state, folder, job=job).committed(60)
+    save(state, folder, job=job).committed(60)
 except holdfast.errors.HoldfastError as error:
     assert type(error).__module__ == "holdfast.errors" and hasattr(holdfast.errors, type(error).__name__)
     print(type(error).__name__, error)
