@@ -27,6 +27,7 @@ from holdfast.errors import HoldfastError, RankInfo
 from tests.support import simulate as simulate_module
 from tests.support.faults import Faults
 from tests.support.simulate import World, check, draw_world, run_world, simulate
+from tests.support.simulated_work import SimulatedSave
 
 
 def schedules(suite: int, soak: int) -> pytest.MarkDecorator:
@@ -320,6 +321,13 @@ def test_a_broken_protocol_is_caught(
     monkeypatch.setattr(where, name, mutant)
     wrong, _ = explore(0, 3_000, enough=1)
     assert wrong, f"3,000 schedules did not notice that {name} was replaced"
+
+
+def test_a_checkpoint_that_is_moved_and_missed_is_caught_as_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedSave, "is_moved", lambda self: False)
+    wrong, _ = explore(0, 3_000)
+    assert wrong, "3,000 schedules did not notice that ranks miss a checkpoint that another has moved"
+    assert all("\n8: rank " in one for one in wrong), wrong
 
 
 @pytest.mark.parametrize(

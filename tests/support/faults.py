@@ -27,6 +27,8 @@ class Faults:
     """A rank whose own connection to the message store breaks."""
     lag: float = 0.0
     """Seconds until a rank that looks sees an index that another made."""
+    moved: bool = False
+    """Whether the first rank that returns from a save moves the checkpoint."""
     fails_at: dict[tuple[int, int], str] = field(default_factory=dict)
     """Rank and call: in which action that call fails there."""
     late_call: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -40,21 +42,22 @@ class Faults:
     away: dict[int, tuple[float, float]] = field(default_factory=dict)
     """The same of a host that is cut off from all others, and from the message store."""
 
-    def network_ends(self) -> float:
-        """Return when the last fault of the network is over."""
-        every = (*self.refused.values(), *self.cut.values(), *self.away.values())
+    def silence_ends(self) -> float:
+        """Return when the last fault that keeps a rank from being heard is over."""
+        network = (*self.refused.values(), *self.cut.values(), *self.away.values())
+        every = (*network, *self.stopped.values()) if network else ()
         return max((start + length for start, length in every), default=0.0)
 
     def only_failures(self) -> bool:
         """Is nothing wrong but that some calls fail on some ranks, and ranks are a moment late?"""
-        return replace(self, fails_at={}, late_call={}, late={}) == Faults() and not any(
+        return replace(self, fails_at={}, late_call={}, late={}, moved=False) == Faults() and not any(
             seconds > 1.0 for seconds in (*self.late.values(), *self.late_call.values())
         )
 
     def harmless_within(self, seconds: float, lost_after: float = 120.0) -> bool:
         """Is every rank only late, slow, stopped or cut off, for less than so many seconds in all, and heard or
         reached by somebody before `lost_after` seconds are over?"""
-        same = {"late": {}, "stopped": {}, "slow_write": {}, "lag": 0.0, "late_call": {}}
+        same = {"late": {}, "stopped": {}, "slow_write": {}, "lag": 0.0, "late_call": {}, "moved": False}
         slow = replace(self, **same, refused={}, cut={}, away={}) == Faults()  # type: ignore[arg-type]
         pauses = [*self.late.values(), *self.late_call.values(), *self.slow_write.values()]
         pauses += [length for _, length in (*self.stopped.values(), *self.away.values())]
@@ -65,7 +68,7 @@ class Faults:
 
 def draw_faults(rng: random.Random, ranks: int, calls: int = 1) -> Faults:
     """Mostly one or two faults, sometimes none, sometimes many; of several calls, some fail on some ranks."""
-    faults = Faults()
+    faults = Faults(moved=rng.random() < 0.2)
     if calls > 1:
         for _ in range(rng.choice([1, 2, 3, 5])):
             where = (rng.randrange(ranks), rng.randrange(calls))

@@ -159,6 +159,8 @@ class World:
     """Rank and call of what was written, or, in a turn, done."""
     published: list[PublishedIndex] = field(default_factory=list)
     """Every index that was ever put in place; the last one is there now."""
+    moved: set[str] = field(default_factory=set)
+    """Attempts whose checkpoint is not in its place any more."""
     dead: set[int] = field(default_factory=set)
     watching: int = 0
     """The rank that looks at its neighbours now."""
@@ -204,13 +206,13 @@ class World:
 
     def is_over(self) -> bool:
         """Have all ranks that live made all their calls, and is the network well again, and was for a while?"""
-        well = self.clock.time > self.faults.network_ends() + 8.0
+        well = self.clock.time > self.faults.silence_ends() + 8.0
         return well and all(one.is_done() or rank in self.dead for rank, one in self.here.items())
 
     @property
     def settled_at(self) -> float:
         """When every watch has seen all that it will ever see; without any fault of hosts it is not needed."""
-        last = max((self.faults.network_ends(), *self.faults.killed.values()))
+        last = max((self.faults.silence_ends(), *self.faults.killed.values()))
         return last + self.limits.lost_after + 30.0 if last else 0.0
 
     def see(self, rank: int) -> Seen:
@@ -249,6 +251,7 @@ class _Rank:
         """When the last message that it has put arrives: a connection keeps the order."""
         self.beats = 0
         self.error: HoldfastError | None = None
+        self.attempt = ""
         self.who = Identity(rank, "h", rank + 1, token=str(rank))
         if not world.same_host:
             self.who = Identity(rank, "h", rank + 1, f"host {rank}", "1", str(rank), f"host {rank}", 1)
@@ -305,7 +308,7 @@ class _Rank:
     def _whole(self, signature: CallSignature) -> Steps:
         """A call as `protocol.runner.run` drives it."""
         context, world = self.context, self.world
-        attempt = yield from meet(context, signature, self.history)
+        self.attempt = attempt = yield from meet(context, signature, self.history)
         try:
             if world.turn:
                 yield from task_steps(context, SimulatedTask(world, self.rank, self.call))
@@ -403,6 +406,8 @@ class _Rank:
         self.watch.end(self.call)
         world.note(self.rank, f"call {self.call} returns {state} {error or ''}")
         due = self.context.deadline.at
+        if state == "committed" and world.faults.moved:
+            world.moved.add(self.attempt)
         world.outcomes[self.rank, self.call] = Outcome(state, world.clock.time, due, error, own)
         late = world.faults.late_call.get((self.rank, self.call + 1), 0.0)
         world.after(world.rng.choice([0.0, 0.0, 0.01, 0.3]) + late, self.enter)

@@ -60,11 +60,19 @@ class SimulatedSave:
             raise CommitUnconfirmed("The index is in place, but storage could not confirm it.")
         return Final()
 
+    def mark(self) -> None:
+        pass
+
     def tidy(self) -> None:
         pass
 
+    def is_moved(self) -> bool:
+        return self.attempt in self.world.moved
+
     def is_committed(self) -> bool:
         world = self.world
+        if self.attempt in world.moved:
+            return False
         seen = [index for index in world.published if world.clock.time >= index.since + world.faults.lag]
         return bool(seen) and seen[-1].attempt == self.attempt
 

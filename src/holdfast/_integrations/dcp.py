@@ -304,7 +304,7 @@ class _Save(SaveJob):
                 objects_may_differ=objects_may_differ,
                 may_be_empty=not state_dict,
                 # After the commit, because tools of DCP take a folder with `.metadata` for a checkpoint.
-                after=lambda: mark(store, self._flat, given.save_id),
+                mark=lambda: mark(store, self._flat, given.save_id),
             )
         )
 

@@ -7,9 +7,10 @@ checks of arguments that public functions share are here, too.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 from weakref import ref
 
 from holdfast._deadline import REAL_CLOCK, Clock, Deadline, Limits
@@ -25,6 +26,14 @@ _default: list[tuple[ref[object], Roster]] = []
 """A weak reference to the default process group's store, and the roster over it."""
 
 
+class Line(NamedTuple):
+    """Saves that each rank begins one after the other: one that is left out never comes."""
+
+    name: str
+    pending: tuple[int | None, ...]
+    """The steps that this rank still saves, when this save of the line begins."""
+
+
 @dataclass(frozen=True)
 class Call:
     """The participants, roster and deadline of one call. This rank is a participant."""
@@ -34,6 +43,7 @@ class Call:
     """Ranks of the roster's world, ascending."""
     deadline: Deadline
     limits: Limits
+    line: Line | None = None
 
     @property
     def rank(self) -> int:
@@ -42,6 +52,10 @@ class Call:
     def lane(self, name: str) -> Call:
         """Return the same call on a lane of its roster."""
         return replace(self, roster=self.roster.lane(name))
+
+    def in_line(self, name: str, pending: Iterable[int | None] = ()) -> Call:
+        """Return the same call as one of a line."""
+        return replace(self, line=Line(name, tuple(pending)))
 
 
 def begin_call(

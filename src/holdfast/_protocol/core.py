@@ -15,7 +15,8 @@ died or stalled. So "agreed" and "abandoned" can't both be true, and every rank 
 has a second key, `final`, which the committer alone writes, after the index is durable. Only between `agreed`
 and `final` may a rank be unable to know the result: it looks into storage, and raises CommitUnconfirmed if
 the index is not there. Ranks other than the committer do not trust a message that says `committed`: each
-looks for the index of this attempt itself.
+looks for the index of this attempt itself, or finds its own files gone as well: who has returned from the
+save may have moved the checkpoint.
 
 Who waits for whom: the committer (lowest participant) waits for all ranks; every other rank waits for the
 outcome and monitors the committer. `liveness` says what ends a wait: a rank whose process is there is waited
@@ -160,6 +161,12 @@ def _fail(context: Context, commit: SaveActions | None, error: HoldfastError) ->
     if isinstance(error, CommitUnconfirmed):
         context.enter("unconfirmed")
         raise error
+    standing = context.heard()
+    if standing is not None and standing.state == "abandoned":
+        # The others have given up. They need not be told, and the store that said so may be gone by now.
+        context.known_outcome = standing
+        context.enter("failed")
+        raise from_message(standing.error) from error.__cause__
     # If a message is a stranger's, the store answers: the others are told, unless storage knows more.
     can_tell = is_foreign(error) and (context.is_committer or not context.is_decidable)
     if isinstance(error, RosterLost) and not can_tell:
@@ -198,6 +205,8 @@ def _publish(context: Context, job: SaveActions) -> Steps:
         yield from _tell_final(context, Final(error=error.to_message()))
         context.enter("unconfirmed" if isinstance(error, CommitUnconfirmed) else "failed")
         raise
+    with suppress(HoldfastError):  # the save has succeeded: an interruption changes nothing
+        yield Do("mark", job.mark)
     yield from _tell_final(context, final)
 
 
@@ -238,6 +247,10 @@ def _look(context: Context, job: SaveActions, seconds: float, cause: HoldfastErr
     ends = context.clock.now() + min(context.deadline.left(), seconds)
     pause = 0.01
     while not (yield Do("look", job.is_committed)):
+        # A rank that has returned may move or remove the checkpoint. A message alone proves no commit, but
+        # together with the loss of this rank's own files it does: a call that fails removes them last.
+        if isinstance(cause, str) and (yield Do("look", job.is_moved)):
+            return
         if context.clock.now() >= ends:
             if isinstance(cause, str):
                 cause = HoldfastError(

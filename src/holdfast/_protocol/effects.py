@@ -20,6 +20,7 @@ from holdfast._protocol.messages import (
     RowList,
     Written,
     abandoned_by,
+    from_roster,
     to_message,
 )
 from holdfast._protocol.phases import TRANSITIONS, Transitions
@@ -160,6 +161,8 @@ class Context:
     """Returns a better error for one that this rank is about to tell."""
     known_outcome: Outcome | None = None
     """The outcome, once this rank knows it."""
+    heard_outcome: Callable[[], Message | None] = lambda: None
+    """Returns the outcome that the heart of this rank has seen."""
     is_decidable: bool = False
     """Whether this rank has done its part of the last round, so that all ranks may have agreed."""
     own: set[str] = field(default_factory=set)
@@ -191,6 +194,12 @@ class Context:
         self.phase = phase
         self.deadline.note_progress()
         self.on_phase(phase)
+
+    def heard(self) -> Outcome | None:
+        """Return the outcome, if this rank or its heart has seen it."""
+        if self.known_outcome is not None or (seen := self.heard_outcome()) is None:
+            return self.known_outcome
+        return from_roster(seen, Outcome)
 
     def note_progress(self) -> None:
         """Note that a rank which this one waits for goes on."""
@@ -256,6 +265,11 @@ class SaveActions(Protocol):
         """Committer: put the index in place, durably."""
         ...
 
+    def mark(self) -> None:
+        """Committer, after the commit and before the others hear of it: write what belongs to the checkpoint
+        but not to Holdfast. Who hears of the commit may move the checkpoint."""
+        ...
+
     def tidy(self) -> None:
         """Committer, after the commit: remove files that are no longer needed. Never raises."""
         ...
@@ -263,6 +277,10 @@ class SaveActions(Protocol):
     def is_committed(self) -> bool:
         """Return whether the index of this attempt is in storage, as far as this rank can see. Never
         raises."""
+        ...
+
+    def is_moved(self) -> bool:
+        """Return whether the files that this rank has written are gone. Never raises."""
         ...
 
 

@@ -24,6 +24,8 @@ NO_PART = "If they take no part on purpose, leave them out: job=holdfast.Job(par
 UNKNOWN_BEFORE = (
     "A rank that ends before its first call of Holdfast is noticed only after holdfast.install()."
 )
+LEFT_OUT = "left out"
+"""Key in the details of an error: the ranks that it names have not entered the call, and live."""
 COURTESY = 0.5
 """Seconds past the deadline that the other ranks wait for the committer, which knows best who is missing."""
 AWAY = 5.0
@@ -167,7 +169,7 @@ class PeerMonitor:
         operation before this one is over.
         """
         context = self.context
-        if not context.blocks:
+        if not context.blocks and "line" not in context.about:
             return []
         known, me = dict(seen), context.rank
         # A rank, the operations on the way to it (it is waited for in the last one), and the ranks.
@@ -180,18 +182,50 @@ class PeerMonitor:
             rank, keys, way = open_.pop(0)
             if rank not in known:
                 known |= yield Look([rank])
-            wait, waited_for = _declared_wait(known[rank], keys[-1])
+            wait, waited_for = self._declared_wait(known[rank], keys[-1])
             for other in waited_for:
                 # What this rank does there on another thread goes on.
                 if other == me and (wait == context.key or wait not in context.mine()):
-                    self.broken = {wait, *keys} - {context.key}
-                    return (yield from self._sure_of(way, (*keys[1:], wait), known))
+                    # Of two saves in line the later one goes on: all can meet in it.
+                    in_line = self._are_in_line(known[rank], wait)
+                    self.broken = set() if in_line else {wait, *keys} - {context.key}
+                    title = _operation(known[rank], wait).get("title", "a later one")
+                    note = f"it has left this save out, and is in the {title}" if in_line else ""
+                    return (yield from self._sure_of(way, (*keys[1:], wait), known, note))
                 if other not in (me, *way) and len(way) < QUOTED:
                     open_.append((other, (*keys, wait), (*way, other)))
         self.circle = {}
         return []
 
-    def _sure_of(self, way: tuple[int, ...], waits: tuple[str, ...], known: dict[int, Seen]) -> Steps:
+    def _declared_wait(self, seen: Seen, key: str) -> tuple[str, list[int]]:
+        """Return the operation on which a rank depends for the one of this key, and the ranks that it waits
+        for there; none if it goes on."""
+        operations = seen.vitals.operations if seen.vitals is not None else {}
+        # In that operation itself or, if it has not come to it, in the one that its only thread is in, or in
+        # a later one in line.
+        inside = {key: operations[key]} if key in operations else operations
+        for name, part in inside.items():
+            mine = part.get("line") is not None and part.get("line") == self.context.about.get("line")
+            depends = self._are_in_line(seen, name) if mine else self.context.blocks and part.get("blocks")
+            if (name == key or depends) and part.get("waiting_for") and not part.get("decided"):
+                return name, list(part["waiting_for"])
+        return "", []
+
+    def _are_in_line(self, seen: Seen, wait: str) -> bool:
+        """Return whether that operation of a rank comes after this one in a line of saves, and the rank has
+        left this one out."""
+        about, other = self.context.about, _operation(seen, wait)
+        mine, its = about.get("step"), other.get("step")
+        return (
+            other.get("line") is not None
+            and other.get("line") == about.get("line")
+            and (isinstance(mine, int) and isinstance(its, int) and mine < its)
+            and mine not in other.get("pending", ())
+        )
+
+    def _sure_of(
+        self, way: tuple[int, ...], waits: tuple[str, ...], known: dict[int, Seen], note: str
+    ) -> Steps:
         """Return the first rank of a circle, once each of its ranks has looked twice more whether the
         operation in which it waits is decided. If one of them has left such an operation, it is: who still
         waits in it reads that late, on a busy machine or of a busy message store."""
@@ -200,7 +234,7 @@ class PeerMonitor:
             # What was read of the first is older than what was read of the last, so all are read again.
             self.circle = _looks(way, waits, (yield Look(way)))
         elif all(looks[part] >= self.circle[part] + 2 for part in looks):
-            return [self._describe(way[0], known[way[0]], self._circle(way, known))]
+            return [self._describe(way[0], known[way[0]], note or self._circle(way, known))]
         return []
 
     def _circle(self, way: tuple[int, ...], known: dict[int, Seen]) -> str:
@@ -352,7 +386,12 @@ class PeerMonitor:
             rank=infos[0].rank,
             missing=tuple(infos),
             hint=" ".join(filter(None, hints)),
+            details={} if entered else {LEFT_OUT: True},
         )
+
+
+def _operation(seen: Seen, key: str) -> Message:
+    return seen.vitals.operations.get(key, {}) if seen.vitals is not None else {}
 
 
 def _looks(
@@ -365,15 +404,3 @@ def _looks(
         for rank, wait in zip(way, waits, strict=True)
         if (vitals := known[rank].vitals) is not None and wait in vitals.operations
     }
-
-
-def _declared_wait(seen: Seen, key: str) -> tuple[str, list[int]]:
-    """Return the operation on which a rank depends for the one of this key, and the ranks that it waits for
-    there; none if it goes on."""
-    operations = seen.vitals.operations if seen.vitals is not None else {}
-    # In that operation itself or, if it has not come to it, in the one that its only thread is in.
-    inside = {key: operations[key]} if key in operations else operations
-    for name, part in inside.items():
-        if (name == key or part.get("blocks")) and part.get("waiting_for") and not part.get("decided"):
-            return name, list(part["waiting_for"])
-    return "", []

@@ -84,7 +84,11 @@ class Operation:
         self._signature = CallSignature(kind, place, {"step": step, **(arguments or {})}, call.participants)
         self._history = history_of(self.roster, call.participants)
         self.presence = Presence(call.roster, title, call.participants)
-        self.presence.about = self._signature.about | {"blocks": _is_only_caller()}
+        line = (
+            {} if call.line is None else {"line": call.line.name, "step": step, "pending": call.line.pending}
+        )
+        about = self._signature.about | line
+        self.presence.about = about | {"blocks": _is_only_caller()}
         self.presence.look, self.presence.on_gone = self._look, self._on_gone
         me = self.presence.beacon.who
         self.clocks = {"entered": self.begun}
@@ -101,12 +105,13 @@ class Operation:
             on_wait=self.presence.wait_for,
             on_progress=self.presence.pass_on_progress,
             on_late=self._on_late,
+            heard_outcome=lambda: self.presence.outcome,
             inquiry=None if self.alone else Inquiry(self.roster),
             blocks=self.presence.about["blocks"],
             mine=self._keys,
             who=f"rank {me.rank} (host {me.host}, pid {me.pid})",
             hint=_HINTS.get(kind, ""),
-            about=self._signature.about,
+            about=about,
         )
         if not self.alone:
             self.presence.beacon.answering.caller = note_caller(self.roster)

@@ -20,6 +20,7 @@ from holdfast._io.index_file import open_index
 from holdfast._io.old_steps import retire
 from holdfast._protocol.call import Call, begin_call, whole_step
 from holdfast._protocol.job import Job, job_of
+from holdfast._protocol.liveness import LEFT_OUT
 from holdfast._protocol.operation import agree
 from holdfast._run.origin import Origin
 from holdfast._run.owner import lease_of
@@ -129,7 +130,7 @@ class RunFolder:
         self._retries = int(tries[1]) if tries else options.retries
         budget = options.host_memory_budget
         self._budget = None if budget is None else budget // in_flight
-        self._in_flight, self._begun = in_flight, 0
+        self._in_flight = in_flight
         self._damaged: set[int] = set()
         """Steps that a load found damaged."""
         self._facts: dict[str, StepFacts] = {}
@@ -213,10 +214,23 @@ class RunFolder:
         except Exception as failure:
             log.warning("%s", failure)
 
-    def _settle(self, leave: int = 0) -> None:
-        """Wait for the oldest saves, and raise or log their errors, until at most `leave` are left."""
+    def _settle(self, leave: int = 0, step: int | None = None) -> HoldfastError | None:
+        """Wait for the oldest saves, and raise or log their errors, until at most `leave` are left.
+
+        step: one that is about to be saved. Then there is none of it among those left, and an error that says
+            that a rank has left a save out is returned: that rank saves this step, so all must.
+        """
+        left_out: HoldfastError | None = None
+        again = [number for number, save in enumerate(self._queue.saves) if save.step == step]
+        leave = min(leave, len(self._queue.saves) - 1 - again[-1]) if step is not None and again else leave
         for save in self._queue.settle(leave):
-            self._check(save)
+            try:
+                self._check(save)
+            except HoldfastError as error:
+                if step is None or LEFT_OUT not in error.details:
+                    raise
+                left_out = error
+        return left_out
 
     def _check(self, ended: Pending) -> None:
         """Raise or log the error of a save, if it failed."""
@@ -240,14 +254,12 @@ class RunFolder:
             return None
         if self._skips and self._asynchronous and self._is_busy(step):
             return None
-        self._settle(leave=self._in_flight - 1 if self._asynchronous else 0)
+        left_out = self._settle(leave=self._in_flight - 1 if self._asynchronous else 0, step=step)
+        # Saves of other run folders are under way, so these have their own messages.
+        line = f"{LANE}-{hex_digest(digest(self.store.url.encode()))}"
         if self._asynchronous:
-            number = self._begun % self._in_flight  # that of the oldest, which has ended
-            self._begun += 1  # also if it fails here, so that ranks use the same lane the next time
-            # Other saves, also of other run folders, are under way, so each has its own messages.
-            lane = f"{LANE}-{hex_digest(digest(self.store.url.encode()))}-{number}"
             pending = self._queue.save(
-                lambda: make(begin_call(job).lane(lane)),
+                lambda: make(begin_call(job).lane(line).in_line(line, self._pending())),
                 self._folder(step).url,
                 step,
                 self._in_flight,
@@ -255,10 +267,16 @@ class RunFolder:
                 self._retries,
             )
             pending.only_warns = self._warns
+            if left_out is not None:
+                left_out.hint = f"Step {step} is being saved all the same."
+                raise left_out
             return pending
-        report = make(begin_call(job)).run()
+        report = make(begin_call(job).in_line(line)).run()
         self._origin = None
         return finished(report, step)
+
+    def _pending(self) -> list[int | None]:
+        return [save.step for save in self._queue.saves if not save.done()]
 
     def _is_busy(self, step: int) -> bool:
         """Return whether a save would have to wait on any rank. All must decide alike, so they agree."""

@@ -1,7 +1,8 @@
 """The save of one rank: collect the state, agree who writes what, write, commit, report.
 
 The protocol (`protocol.core.save_steps`) drives a `SaveJob`: it calls `enter`, `row_digest`, `list_rows` and
-`assign` (if rows have no declared replica), `write`, and on the committer `prepare`, `publish` and `tidy`.
+`assign` (if rows have no declared replica), `write`, and on the committer `prepare`, `publish`, `mark` and
+`tidy`.
 """
 
 from __future__ import annotations
@@ -247,6 +248,17 @@ class SaveJob:
     def is_committed(self) -> bool:
         """Return whether the index of this attempt is in storage, as far as this rank can see."""
         return is_of_attempt(self.store, self.attempt) is True
+
+    def is_moved(self) -> bool:
+        """Return whether the files that this rank has written are gone."""
+        with suppress(HoldfastError):
+            return bool(self.files) and all(self.store.stat(name) is None for name in names_of(self.files))
+        return False
+
+    def mark(self) -> None:
+        """Committer, after the commit: call `request.mark`."""
+        if self.request.mark is not None:
+            self.request.mark()
 
     def tidy(self) -> None:
         """Committer, after the commit: delete data that only the replaced index named, and call

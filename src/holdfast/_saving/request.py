@@ -30,7 +30,8 @@ class SaveRequest:
     previous: committer: returns the checkpoint to compare names with, if the folder has none yet.
     permit: committer: raises if it may not save; called with a tick before it begins and before it commits.
     may_be_empty: whether all ranks may have nothing to save (torch DCP accepts that).
-    after: committer: called once the save is committed.
+    mark: committer: called once the save is committed, before others may move it. Must not raise.
+    after: committer: called at the end.
     label: begins the name of the attempt, and so the names of data files.
     report: each rank: returns a message for the committer, sent after the writing. Must not raise.
     merge_reports: committer: turns the reports of all ranks into an addition to the notes. Must not raise.
@@ -52,6 +53,7 @@ class SaveRequest:
     previous: Callable[[], Store | None] | None = None
     permit: Callable[[Callable[[], None]], None] | None = None
     may_be_empty: bool = False
+    mark: Callable[[], None] | None = None
     after: Callable[[], None] | None = None
     label: str = ""
     report: Callable[[], Message] | None = None

@@ -108,7 +108,7 @@ def save(
             expected=expected,
             options=job.options,
             # After the commit, because frameworks take a folder with this file for a checkpoint.
-            after=lambda: mark(store),
+            mark=lambda: mark(store),
         )
 
     if not async_sharded_save:

@@ -62,6 +62,7 @@ class Checkpoints(RunFolder):
                 grid=self._job.grid,
                 options=self._job.options,
                 permit=partial(self._permit_save, call, iteration),
+                mark=lambda: mark(self._folder(iteration)),
                 after=lambda: self._committed(iteration),
             )
 
@@ -112,7 +113,6 @@ class Checkpoints(RunFolder):
 
     def _committed(self, iteration: int) -> None:
         # The tracker comes last: it must only name folders that frameworks take for a checkpoint.
-        mark(self._folder(iteration))
         self._retire(iteration)
         with self._tidying:
             # Not always this one: with several saves in flight, a newer one may have been committed before.
