@@ -6,6 +6,7 @@ import random
 import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from holdfast._protocol.call import begin_call
 from holdfast._protocol.core import save_steps
 from holdfast._protocol.effects import Context, Get, Look, Steps
 from holdfast._protocol.liveness import QUOTED, PeerMonitor
-from holdfast._protocol.messages import Final
+from holdfast._protocol.messages import Final, abandoned_by
 from holdfast._protocol.operation import Operation
 from holdfast._protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Transitions
 from holdfast._protocol.runner import GRACE, Cancel, _Ended, _wait, perform
 from holdfast._roster.beacon import Presence
 from holdfast._roster.memory import Board, MemoryRoster
 from holdfast._roster.presence import Seen
+from holdfast._values import Message
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankFailed, RosterLost, StorageError
 from tests.support.faults import Faults
 from tests.support.simulate import SimulatedClock, World
@@ -327,3 +329,32 @@ def test_a_cancel_while_the_index_is_refused_leaves_a_plain_failure() -> None:
     (final,) = roster.get([context.final_key])
     assert final is not None
     assert final["error"]["kind"] == "StorageError"
+
+
+def test_an_outcome_that_the_heart_has_heard_outlives_the_message_store() -> None:
+    """The store goes with its process, right after a rank was found to have ended: nobody doubts a commit that
+    never was agreed."""
+    error = RankFailed("save of x failed: rank 1 has ended.", rank=1)
+    heard = abandoned_by(0, error)
+    world = World(0, 3, 10.0, False, Limits(), same_host=True, faults=Faults(), rng=random.Random(0))
+    context = Context(2, (0, 1, 2), "site/0.0", "save of x", Deadline(60.0), heard_outcome=lambda: heard)
+
+    class Lost(MemoryRoster):
+        """Is lost once this rank has reported what it has written."""
+
+        def get(self, keys: Sequence[str]) -> list[Message | None]:
+            if context.is_decidable:
+                raise RosterLost("The message store can't be reached.")
+            return super().get(keys)
+
+        def claim(self, key: str, message: Message) -> Message:
+            self.get(())
+            return super().claim(key, message)
+
+    roster = Lost(2, 3)
+    save = SimulatedSave(world, 2, 0, "attempt")
+    save.plain = None
+    with pytest.raises(RankFailed, match="rank 1 has ended") as raised:
+        perform(save_steps(context, save), roster, Presence(roster, "save of x"), Cancel())
+    assert not isinstance(raised.value, DeadlineExceeded)
+    assert context.phase == "failed"

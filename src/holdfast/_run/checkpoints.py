@@ -58,7 +58,8 @@ class Checkpoints(RunFolder):
 
         While `in_flight` saves are under way, `on_busy` says what this does (it returns None for a save that
         was skipped). If the save that it waits for failed, this raises its error, on all ranks, and begins
-        nothing. `expected="previous"` compares names with those of the newest committed step.
+        nothing; or this step all the same, if the error is that a rank has left that save out.
+        `expected="previous"` compares names with those of the newest committed step.
 
         metrics: numbers by name, such as {"loss": 1.5}, for `best`; the index has those of the lowest
             participant. force: save also a step that `save_every` says is not due. timeout: that of this
