@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._io import unchanged
+from holdfast._io import spot_check, unchanged
 from holdfast._io.index_file import open_index
 from holdfast._maintenance.prune import prune
 from holdfast._maintenance.reindex import reindex
@@ -383,6 +383,51 @@ def test_damage_in_a_linked_file_is_found_in_each_step_that_names_it(tmp_path: P
         assert [found.tensor for found in verify(str(step_of(tmp_path, step))).damage] == ["w0"]
     with pytest.raises(CorruptCheckpoint):
         holds(step_of(tmp_path, 2), NEW)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_is_linked_is_read_back_and_written_anew_if_it_is_damaged(
+    background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def save(step: int) -> None:
+        if background:
+            holdfast.async_save(layers(OLD), step_of(tmp_path, step), job=ALONE).committed()
+        else:
+            holdfast.save(layers(OLD), step_of(tmp_path, step), job=ALONE)
+
+    save(1)
+    save(2)
+    (file,) = links(step_of(tmp_path, 2))
+    with file.open("r+b") as opened:
+        opened.seek(100_000)
+        opened.write(b"\xff\x00\xff")
+    for step in (3, 4):
+        save(step)
+    said = capfd.readouterr().err if background else caplog.text  # the writer process logs to stderr
+    assert said.count("is damaged, at least in 'w0'") == 1, said
+    whole = {step: verify(str(step_of(tmp_path, step))).whole for step in (1, 2, 3, 4)}
+    assert whole == {1: False, 2: False, 3: True, 4: True}
+    assert links(step_of(tmp_path, 3)) == []
+    assert links(step_of(tmp_path, 4)) != []
+
+
+def test_every_linked_byte_is_read_back_in_so_many_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a share of each save, in which every byte comes in its turn."""
+    monkeypatch.setattr(spot_check, "LEAST", 0)
+    read, first = [], spot_check._first_wrong
+
+    def noted(reader: Any, blocks: spot_check.Blocks, rows: Any, progress: Any) -> Any:
+        read.append(set(rows.tolist()))
+        return first(reader, blocks, rows, progress)
+
+    monkeypatch.setattr(spot_check, "_first_wrong", noted)
+    state = {f"w{at}": torch.full((64,), float(at)) for at in range(40)}
+    for step in range(1, spot_check.SAVES + 3):
+        holdfast.save(state, step_of(tmp_path, step), job=ALONE)
+    assert set.union(*read) == set(range(40))
+    assert max(map(len, read)) <= 4
 
 
 def test_a_file_that_a_load_found_damaged_is_not_linked_again(tmp_path: Path) -> None:

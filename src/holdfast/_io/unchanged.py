@@ -25,6 +25,7 @@ from holdfast._format.names import DATA, EMBEDDED, WrittenFile, data_file, is_da
 from holdfast._io.host_memory import ReportBytes, even_ranges
 from holdfast._io.index_file import embedded_index
 from holdfast._io.on_threads import on_threads
+from holdfast._io.spot_check import blocks_of, spot_check
 from holdfast._io.stream import ChunkSource, simple_addresses
 from holdfast._options import Options
 from holdfast._plan.agreement import box_keys
@@ -53,6 +54,8 @@ class Earlier(NamedTuple):
     """Of its step."""
     files: list[WrittenFile]
     """Those that the rank wrote, the first one first."""
+    turn: int = 0
+    """How many saves of this run this process has made before."""
 
 
 _last: dict[tuple[str, int], Earlier] = {}
@@ -60,7 +63,8 @@ _last: dict[tuple[str, int], Earlier] = {}
 
 def remember(store: Store, rank: int, files: list[WrittenFile]) -> None:
     """Note that a save was committed, for the next one of the same run in this process."""
-    _last[_run_of(store), rank] = Earlier(store.url, files)
+    before = _last.get(key := (_run_of(store), rank))
+    _last[key] = Earlier(store.url, files, 0 if before is None else before.turn + 1)
     while len(_last) > RUNS:
         _last.pop(next(iter(_last)), None)
 
@@ -141,6 +145,7 @@ def link_unchanged(
         log.debug("%s: all is written, because of the step before: %s", store.url, error)
         return plan, all_changed(plan)
     held.compare(options.writer_threads, progress)
+    held.check_stored(earlier.turn, progress)
     names = held.link(store, attempt)
     files = sorted(names)
     is_linked = np.isin(held.file, files)
@@ -172,6 +177,7 @@ class _Held:
         self.sums = np.zeros((rows, 2), "<u8")
         self.sizes: list[int] = []
         self._paths: list[str] = []
+        self._names: list[str] = []
         self._origins: list[str] = []
         """The name, without folder, that each file had where it was written."""
         digests, shared = list[Array](), False
@@ -193,6 +199,7 @@ class _Held:
             digests.append(columns.digests)
             own, *links = columns.file_names
             before = own.removesuffix(".safetensors") + "-"
+            self._names += columns.file_names
             self._paths += [os.path.join(earlier.folder, name) for name in columns.file_names]
             self._origins += [own.removeprefix(f"{DATA}/"), *(name.removeprefix(before) for name in links)]
             self.sizes += columns.file_size.tolist()
@@ -235,6 +242,24 @@ class _Held:
 
         if len(found):
             on_threads(threads, "holdfast-compare", work, even_ranges(chunks.nbytes[found], threads))
+
+    def check_stored(self, turn: int, progress: ReportBytes) -> None:
+        """Let `file` be -1 for all that lies in files of which a part, read back, is not as it was
+        written."""
+        found, chunks = np.flatnonzero(self.file >= 0), self._chunks
+        places = self.file[found], self.position[found], chunks.nbytes[found], chunks.block[found]
+        blocks = blocks_of(found, *places, (self.first[found], self.count[found], self.digests))
+        for file, (chunk, why) in spot_check(
+            blocks, turn, lambda file: self._store.open(self._names[file]), progress
+        ).items():
+            log.warning(
+                "%s is damaged, at least in %r: %s. This save writes anew what it would have linked of it. "
+                "Steps that share the file are damaged, too: `holdfast verify` of the run names them.",
+                self._paths[file],
+                self._table.specs[int(chunks.row[chunk])].name,
+                why,
+            )
+            self.file[self.file == file] = -1
 
     def link(self, store: LocalStore, attempt: str) -> dict[int, str]:
         """Link the files that hold enough; return the names of the links, by the row of the file."""
