@@ -42,11 +42,8 @@ _IS_REACHED = 'import sys; sys.exit("holdfast._startup.sitecustomize" not in sys
 @click.option(
     "--after-end",
     type=float,
-    default=120.0,
-    show_default=True,
-    help="Seconds that a process may do nothing after the end of its main thread.",
+    help="End a process that has done nothing for so many seconds after the end of its main thread.",
 )
-@click.option("--no-after-end", is_flag=True, help="Let it stay as long as it likes.")
 @click.option("--no-session", is_flag=True, help="Do not watch the ranks to the end of the process.")
 @click.option("--no-warm-up", is_flag=True, help="Do not warm up process groups.")
 @click.option("--host-memory-budget", type=int, help="Bytes for copies of asynchronous saves, on each rank.")
@@ -60,8 +57,7 @@ def command(
     stall_timeout: float | None,
     report_after: float,
     lost_after: float,
-    after_end: float,
-    no_after_end: bool,
+    after_end: float | None,
     no_session: bool,
     no_warm_up: bool,
     host_memory_budget: int | None,
@@ -78,7 +74,7 @@ def command(
         raise BadInput("holdfast run needs a command.", hint="holdfast run -- python converter.py ...")
     arguments = {
         "framework": list(framework) or None,
-        "after_end": None if no_after_end else after_end,
+        "after_end": after_end,
         "session": not no_session,
         "warm_up": not no_warm_up,
         "job": {

@@ -192,7 +192,7 @@ def install(
     warm_up: bool | Sequence[str] = True,
     session: bool = True,
     memory_budget: int | None = None,
-    after_end: float | None = 120.0,
+    after_end: float | None = None,
     job: Job | None = None,
 ) -> None:
     """Let the frameworks of this process save, load and wait through Holdfast. Idempotent.
@@ -207,8 +207,8 @@ def install(
         sooner than the timeout of the process group. Ranks that do not take part may not save; a barrier on
         all ranks inside a guarded function waits for the participants only. By default these are the ranks
         of Megatron's groups, or all.
-    after_end: seconds that a process may do nothing after the end of its main thread; then it is ended, and
-        says what kept it (`holdfast.session`). None: no bound.
+    after_end: seconds that a process may do nothing after the end of its main thread; then it is ended, with
+        exit code 87. None: it is told after the job's `report_after`, with what keeps it, and never ended.
     checkpoints: replace saves and loads.
     huggingface: replace the functions that load published weights into a model, or save a model as published
         weights (mbridge, Megatron-Bridge, ms-swift's mcore-bridge; verl and NeMo RL call these).

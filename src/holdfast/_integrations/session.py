@@ -27,7 +27,7 @@ def session(
     *,
     backend: str | None = None,
     grace: float = 10.0,
-    after_end: float | None = 120.0,
+    after_end: float | None = None,
     warm: bool = True,
     operations: Sequence[str] | None = None,
     memory_budget: int | None = None,
@@ -44,8 +44,9 @@ def session(
         then exits with code 86. If anything else blocks it in the session's end, it is ended by force after
         twice that time and five seconds.
     after_end: seconds that a process may be there after the end of its main thread without doing anything:
-        without CPU time, input or output. Then its stacks are written, with what keeps it alive, and it exits
-        with code 87. None: no bound. A program that goes on after the session is not touched.
+        without CPU time, input or output. Then it exits with code 87. None: never. In both cases its stacks,
+        and what keeps it alive, are written after the job's `report_after`. A program that goes on after the
+        session is not touched.
     job: its `timeout` (600 s by default) holds for each of start, opening, warm-up and closing of groups, and
         for collectives of the groups. `s.checkpoints()` has the same job.
     warm: whether to warm up all groups that torch knows.

@@ -25,7 +25,7 @@ class Settings:
     session: bool = True
     operations: tuple[str, ...] | None = None
     memory_budget: int | None = None
-    after_end: float | None = 120.0
+    after_end: float | None = None
 
     def of_a_guard(self) -> Job:
         """Return the job of a guarded function that begins now: groups may be made long after `install`."""

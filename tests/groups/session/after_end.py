@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,10 @@ def after_the_session(mode: str, rank: int, folder: str, job: holdfast.Job) -> N
     """One session on all ranks, whose bound is short; then what `mode` says."""
     if mode in ("finalisation", "C exit handler", "GIL", "an exit handler executes"):
         bound.MARGIN, bound.FINAL = 1.0, 0.0
+    if mode.startswith("unbounded "):
+        _train(replace(job, report_after=SHORT), None)
+        _hold(mode.removeprefix("unbounded "), BEYOND)
+        return
     if mode == "goes on in a thread":
         threading.Thread(target=_train, args=(job, AMPLE, BEYOND)).start()
         return
@@ -120,7 +125,7 @@ WORKING = {
 """What a thread does after the end of the main thread, for longer than the bound."""
 
 
-def _train(job: holdfast.Job, after_end: float, goes_on: float = 0.0) -> None:
+def _train(job: holdfast.Job, after_end: float | None, goes_on: float = 0.0) -> None:
     with holdfast.session(backend="gloo", after_end=after_end, grace=GRACE, job=job):
         dist.all_reduce(torch.ones(1))
     if goes_on:
@@ -133,19 +138,19 @@ def _as_child(job: holdfast.Job) -> None:
     _hold("child")
 
 
-def _hold(mode: str) -> None:
+def _hold(mode: str, seconds: float = LONG) -> None:
     """Something keeps this process, once its main thread is through."""
     libc = ctypes.CDLL(None)
     if mode in WORKING:
         threading.Thread(target=WORKING[mode]).start()
     elif mode == "thread":
-        threading.Thread(target=time.sleep, args=(LONG,), name="uploader").start()
+        threading.Thread(target=time.sleep, args=(seconds,), name="uploader").start()
     elif mode == "pool":
         kept.append(ThreadPoolExecutor(1, thread_name_prefix="loader").submit(time.sleep, LONG))
     elif mode == "handler":
-        atexit.register(time.sleep, LONG)
+        atexit.register(time.sleep, seconds)
     elif mode == "child":
-        multiprocessing.get_context("fork").Process(target=time.sleep, args=(LONG,)).start()
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(seconds,)).start()
     elif mode == "is long in its finalisation":
         kept.append(SlowToGo(BEYOND))
     elif mode == "finalisation":

@@ -41,7 +41,7 @@ def to_the_end(mode: str, rank: int, folder: str, destroys: bool) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=SOON if mode in WAITED_FOR else 60))
     dist.new_group([0, 1])
     bounds = {"late": AMPLE, "thread": SHORT}
-    Session(grace=GRACE, job=JOB, after_end=bounds.get(mode, 120.0), owns_world=True).until_exit()
+    Session(grace=GRACE, job=JOB, after_end=bounds.get(mode), owns_world=True).until_exit()
     dist.all_reduce(torch.ones(1))
     end_with(
         mode,

@@ -55,6 +55,20 @@ def test_what_keeps_a_process_after_its_session_is_ended_with_it_and_named(tmp_p
     assert (tmp_path / "run" / "after" / "index.safetensors").exists()
 
 
+def test_what_keeps_a_process_is_told_and_not_ended(tmp_path: Path) -> None:
+    """Without `after_end`, a process lasts as long as it would have without Holdfast."""
+    modes = ["thread", "handler", "child", "computes"]
+    ended = launch(",".join(f"unbounded {mode}" for mode in modes), tmp_path, "after", world=len(modes))
+    assert ended.codes == [0] * len(modes), ended.said
+    for rank, mode in enumerate(modes):
+        lines = re.findall(
+            f"rank {rank}: its process is still there . s after its end, and does nothing; (.*)", ended.said
+        )
+        assert len(lines) == (mode in HELD), (mode, ended.said)
+        assert all(HELD[mode] in line and "It is not ended, unless after_end= asks" in line for line in lines)
+    assert ended.said.count("most recent call first") >= 3, "stacks are written"
+
+
 def test_a_session_that_fails_and_is_caught_ends_no_later_life(tmp_path: Path) -> None:
     ended = launch("caught", tmp_path, "caught", world=3)
     assert ended.codes == [0] * 3, ended.said

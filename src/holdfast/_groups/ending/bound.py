@@ -1,4 +1,5 @@
-"""Bound the time for which a process that had a session stays after its main thread without doing anything.
+"""Tell of a process that had a session and stays after its main thread without doing anything; end it, if
+that was asked for.
 
 What keeps it may be an `atexit` handler, a thread that is no daemon, a child process that does not end, the
 finalisation of the interpreter, or a destructor of a C++ library. The time counts from the end of the main
@@ -44,11 +45,14 @@ progress, and the end of an interpreter with torch in it takes long on a busy ma
 
 
 class _Bound:
-    """The bound of one process; a duty of the heart from the end of the main thread on."""
+    """What is told of one process, and its bound; a duty of the heart from the end of the main thread on."""
 
     def __init__(self, who: str) -> None:
         self.pid, self.who = os.getpid(), who
-        self.seconds = self.interval = 0.0
+        self.seconds: float | None = None
+        """Of doing nothing, after which the process is ended; None: it never is."""
+        self.told_after = self.interval = 0.0
+        self._is_told = False
         self.bodies: list[threading.Thread] = []
         """Threads that have begun a session."""
         self._begun = self._alarms = False
@@ -61,7 +65,7 @@ class _Bound:
         if self.pid != os.getpid() or self._begun:
             return
         self._begun = True
-        self.interval = min(WINDOW, self.seconds / 4)
+        self.interval = min(WINDOW, self.told_after / 4, (self.seconds or WINDOW) / 4)
         self._looked = time.monotonic()
         self._cpu, self._moved = activity()
         self._note_activity()
@@ -69,7 +73,8 @@ class _Bound:
             heart.begin(self)
         except HoldfastError:
             # Nothing can look any more whether the process does something, so it is not ended.
-            disarm()
+            if self.seconds is not None:
+                disarm()
 
     def beat(self) -> None:
         """Count on, or anew, if the process does something."""
@@ -82,8 +87,14 @@ class _Bound:
         self._cpu, self._moved, self._looked = cpu, moved, now
         if busy or self._is_at_work():
             self._note_activity()
-        elif now - self._since >= self.seconds:
-            self._end()
+        elif self.seconds is not None and now - self._since >= self.seconds:
+            self._end(self.seconds)
+        elif not self._is_told and now - self._since >= self.told_after:
+            self._is_told = True
+            _say(
+                f"{self.who}: its process is still there {now - self._since:.0f} s after its end, and does "
+                f"nothing; {'; '.join(_holders())}. It is not ended, unless after_end= asks for that.\n"
+            )
 
     def close(self) -> None:
         """Nothing: it lasts to the end of the process."""
@@ -98,11 +109,12 @@ class _Bound:
 
     def _note_activity(self) -> None:
         self._since = time.monotonic()
-        arm(max(self.seconds, FINAL) + MARGIN)
+        if self.seconds is not None:
+            arm(max(self.seconds, FINAL) + MARGIN)
         self._set_alarm()
 
     def _set_alarm(self) -> None:
-        if self._alarms and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+        if self.seconds is not None and self._alarms and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
             signal.setitimer(signal.ITIMER_REAL, max(self.seconds, FINAL) + 2 * MARGIN)
 
     def _is_at_work(self) -> bool:
@@ -110,16 +122,12 @@ class _Bound:
         goes_on = any(thread.is_alive() and not thread.daemon for thread in self.bodies)
         return goes_on or is_working() or bool(wait_for_works(0.0))
 
-    def _end(self) -> None:
-        with suppress(Exception):
-            faulthandler.dump_traceback(terminal())
-        words = (
-            f"{self.who} ends with exit code {EXIT_LATE}: its process was still there {self.seconds:g} s "
+    def _end(self, seconds: float) -> None:
+        _say(
+            f"{self.who} ends with exit code {EXIT_LATE}: its process was still there {seconds:g} s "
             f"after its end, and did nothing; {'; '.join(_holders())}. If it waits for something that comes, "
             "give a longer after_end, or after_end=None.\n"
         )
-        with suppress(OSError):
-            os.write(terminal(), words.encode(errors="replace"))
         _kill_children()
         os._exit(EXIT_LATE)
 
@@ -128,9 +136,9 @@ _known: _Bound | None = None
 _lock = threading.Lock()
 
 
-def bound_exit(seconds: float, who: str) -> None:
-    """End this process with exit code 87 once it has done nothing for so many seconds after its main thread's
-    end.
+def watch_end(who: str, told_after: float, seconds: float | None) -> None:
+    """Tell, one time, that this process has done nothing for `told_after` seconds after its main thread's
+    end; with `seconds`, end it with exit code 87 after these.
 
     After several calls the longest bound holds. who: the process in messages, such as "rank 3".
     """
@@ -142,7 +150,9 @@ def bound_exit(seconds: float, who: str) -> None:
             atexit.register(known.bound_finalisation)
             # A process of multiprocessing waits for its children before the interpreter's end.
             multiprocessing.util.Finalize(None, known.begin, exitpriority=100)
-        _known.seconds = max(_known.seconds, seconds)
+        _known.told_after = max(_known.told_after, told_after)
+        if seconds is not None:
+            _known.seconds = max(_known.seconds or 0.0, seconds)
         body = threading.current_thread()
         # A program may begin sessions on many threads, one after another: threads that ended are dropped.
         _known.bodies = [thread for thread in _known.bodies if thread.is_alive() and thread is not body]
@@ -170,6 +180,14 @@ def terminal() -> int:
 
 
 # -- what is reported -------------------------------------------------------------------------------
+
+
+def _say(words: str) -> None:
+    """Write all stacks, and a line."""
+    with suppress(Exception):
+        faulthandler.dump_traceback(terminal())
+    with suppress(OSError):
+        os.write(terminal(), words.encode(errors="replace"))
 
 
 def _holders() -> Iterator[str]:

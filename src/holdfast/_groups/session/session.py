@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from holdfast._deadline import check_seconds
 from holdfast._exits import Failure, Stage, at_exit, error_of_child, say
-from holdfast._groups.ending.bound import bound_exit
+from holdfast._groups.ending.bound import watch_end
 from holdfast._groups.ending.system_exit import how_it_ended, program_exit, see_exits
 from holdfast._groups.lifecycle.close import Closing
 from holdfast._groups.lifecycle.open import Groups, open_groups
@@ -81,7 +81,7 @@ class Session:
         *,
         backend: str | None = None,
         grace: float = 10.0,
-        after_end: float | None = 120.0,
+        after_end: float | None = None,
         warm: bool = True,
         operations: Sequence[str] | None = None,
         memory_budget: int | None = None,
@@ -141,8 +141,7 @@ class Session:
         _install_hook()
         try:
             self._leaving.begin()
-            if self._after_end is not None:
-                bound_exit(self._after_end, f"rank {self._roster.rank}")
+            watch_end(f"rank {self._roster.rank}", self.job.report_after, self._after_end)
             if self.grid is not None:
                 self.groups = open_groups(self.grid, backend=self._backend, job=self.job)
             if self._warm:
