@@ -204,9 +204,12 @@ class PeerMonitor:
         # In that operation itself or, if it has not come to it, in the one that its only thread is in, or in
         # a later one in line.
         inside = {key: operations[key]} if key in operations else operations
+        about = self.context.about
         for name, part in inside.items():
-            mine = part.get("line") is not None and part.get("line") == self.context.about.get("line")
-            depends = self._are_in_line(seen, name) if mine else self.context.blocks and part.get("blocks")
+            depends = self.context.blocks and part.get("blocks")
+            if part.get("line") is not None and part.get("line") == about.get("line"):
+                # Of two steps the earlier one alone is over; one with other arguments is over on both sides.
+                depends = self._are_in_line(seen, name) or (depends and part.get("step") == about.get("step"))
             if (name == key or depends) and part.get("waiting_for") and not part.get("decided"):
                 return name, list(part["waiting_for"])
         return "", []
