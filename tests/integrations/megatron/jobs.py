@@ -23,7 +23,7 @@ from tests.integrations.megatron.models import Layout, Recipe, Training, paralle
 from tests.support.collectives import counted
 from tests.support.waiting import wait_until
 
-JOB, SOON = Job(timeout=60, stall_timeout=30), Job(timeout=30, stall_timeout=10)
+JOB, SOON = Job(timeout=60, stall_timeout=30), Job(timeout=60)
 
 
 @contextlib.contextmanager
