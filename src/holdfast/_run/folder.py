@@ -63,7 +63,10 @@ def one_at_a_time(method: Callable[Concatenate[Run, P], T]) -> Callable[Concaten
 
     @wraps(method)
     def call(self: Run, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self._queue.is_of_another_process():  # the thread that holds the lock may be one of the parent's
+        # The thread that holds the lock may be one of the parent's; and a callback, which runs on a thread of
+        # Holdfast's, may be called by the very call that holds it.
+        ours = threading.current_thread().name.startswith("holdfast-")
+        if ours or self._queue.is_of_another_process():
             return method(self, *args, **kwargs)
         with self._calls:
             return method(self, *args, **kwargs)

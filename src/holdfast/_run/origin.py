@@ -49,7 +49,7 @@ class Origin:
         before = left_behind(store)
         # The restored step may have been left behind before.
         left = {folder: tail for folder, tail in before.items() if step_of(folder) != self.step}
-        left |= dict(above.values())
+        left |= {folder: tail for folder, tail in above.values() if tail}
         if left == before:
             return
         write_left(store, left)

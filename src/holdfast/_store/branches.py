@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 
 import msgspec
 
 from holdfast._format.names import LEFT
 from holdfast._ready import ready
 from holdfast._store.base import VERSION_BYTES, NotFound, Store, replace_file, version_of
+from holdfast.errors import StorageError
 
 log = logging.getLogger("holdfast")
 _MOST = 1 << 24
@@ -51,12 +52,15 @@ def left_behind(store: Store) -> dict[str, str]:
 
 def is_left(store: Store, left: Mapping[str, str], folder: str, mark: str) -> bool:
     """Return whether a step is left behind, as `left` lists it. mark: the file that makes it a checkpoint."""
-    return folder in left and left[folder] == version(store, folder, mark)
+    return bool(tail := left.get(folder)) and tail == version(store, folder, mark)
 
 
 def version(store: Store, folder: str, mark: str) -> str:
-    """Return what tells a step from another one that is saved into the same folder."""
-    return (version_of(store, f"{folder}/{mark}") or b"").hex()
+    """Return what tells a step from another one that is saved into the same folder; "" if that can't be read,
+    as of a link that leaves the run."""
+    with suppress(StorageError):
+        return (version_of(store, f"{folder}/{mark}") or b"").hex()
+    return ""
 
 
 def write_left(store: Store, left: Mapping[str, str]) -> None:
