@@ -9,7 +9,7 @@ of them.
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 from collections.abc import Mapping
 from contextlib import closing, suppress
 
@@ -66,5 +66,5 @@ def version(store: Store, folder: str, mark: str) -> str:
 def write_left(store: Store, left: Mapping[str, str]) -> None:
     """Replace the list."""
     # `version` is the last field, so it is at the end of the file, where `publish` compares versions.
-    content = _Left(dict(left), secrets.token_hex(VERSION_BYTES))
+    content = _Left(dict(left), os.urandom(VERSION_BYTES).hex())
     replace_file(store, LEFT, msgspec.json.encode(content))
