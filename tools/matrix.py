@@ -117,7 +117,15 @@ def newest() -> str:
 def install(one: Environment, python: str) -> bool:
     """Make an environment, if it is not there; return whether it could be made."""
     ready = ROOT / one.venv / ".ready"
-    pip = ["tools/again", f"{one.venv}/bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    pip = [
+        "tools/again",
+        f"{one.venv}/bin/python",
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+    ]
     commands = [
         ["make", f"VENV={one.venv}", f"PYTHON={python}", f"MEGATRON={one.megatron}", f"{one.venv}/.ready"]
     ]
