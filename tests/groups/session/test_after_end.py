@@ -61,11 +61,10 @@ def test_what_keeps_a_process_is_told_and_not_ended(tmp_path: Path) -> None:
     ended = launch(",".join(f"unbounded {mode}" for mode in modes), tmp_path, "after", world=len(modes))
     assert ended.codes == [0] * len(modes), ended.said
     for rank, mode in enumerate(modes):
-        lines = re.findall(
-            f"rank {rank}: its process is still there . s after its end, and does nothing; (.*)", ended.said
-        )
+        told = f"rank {rank}: its main thread has ended, and its process has done nothing for . s; (.*)"
+        lines = re.findall(told, ended.said)
         assert len(lines) == (mode in HELD), (mode, ended.said)
-        assert all(HELD[mode] in line and "It is not ended, unless after_end= asks" in line for line in lines)
+        assert all(HELD[mode] in line and line.endswith("It is not ended.") for line in lines)
     assert ended.said.count("most recent call first") >= 3, "stacks are written"
 
 

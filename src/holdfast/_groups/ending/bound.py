@@ -91,9 +91,10 @@ class _Bound:
             self._end(self.seconds)
         elif not self._is_told and now - self._since >= self.told_after:
             self._is_told = True
+            ends = f"is ended after {self.seconds:g} s (after_end)" if self.seconds else "is not ended"
             _say(
-                f"{self.who}: its process is still there {now - self._since:.0f} s after its end, and does "
-                f"nothing; {'; '.join(_holders())}. It is not ended, unless after_end= asks for that.\n"
+                f"{self.who}: its main thread has ended, and its process has done nothing for "
+                f"{now - self._since:.0f} s; {'; '.join(_holders())}. It {ends}.\n"
             )
 
     def close(self) -> None:
