@@ -404,7 +404,7 @@ def test_what_is_linked_is_read_back_and_written_anew_if_it_is_damaged(
     for step in (3, 4):
         save(step)
     said = capfd.readouterr().err if background else caplog.text  # the writer process logs to stderr
-    assert said.count("is damaged, at least in 'w0'") == 1, said
+    assert said.count("holds other bytes than were written, at least in 'w0'") == 1, said
     whole = {step: verify(str(step_of(tmp_path, step))).whole for step in (1, 2, 3, 4)}
     assert whole == {1: False, 2: False, 3: True, 4: True}
     assert links(step_of(tmp_path, 3)) == []

@@ -53,8 +53,8 @@ def blocks_of(
 def spot_check(
     blocks: Blocks, turn: int, open_: Callable[[int], LocalReader], progress: ReportBytes
 ) -> dict[int, tuple[int, str]]:
-    """Return, by file, a chunk that storage does not hold as it was written, and why; of the share of this
-    turn. Each share follows the one of the turn before."""
+    """Return, by file, the first chunk of this turn's share that storage does not hold as it was written, or
+    that can't be read, and then why. Each share follows the one of the turn before."""
     total = int(blocks.nbytes.sum())
     most = min(max(LEAST, total // SAVES), MOST)
     begins = np.cumsum(blocks.nbytes) - blocks.nbytes
@@ -69,7 +69,7 @@ def spot_check(
             finally:
                 reader.close()
             if wrong is not None:
-                bad[file] = wrong, "other bytes than were written"
+                bad[file] = wrong, ""
         except StorageError as error:
             bad[file] = int(blocks.chunk[mine[0]]), error.message
     return bad

@@ -252,13 +252,17 @@ class _Held:
         for file, (chunk, why) in spot_check(
             blocks, turn, lambda file: self._store.open(self._names[file]), progress
         ).items():
-            log.warning(
-                "%s is damaged, at least in %r: %s. This save writes anew what it would have linked of it. "
-                "Steps that share the file are damaged, too: `holdfast verify` of the run names them.",
-                self._paths[file],
-                self._table.specs[int(chunks.row[chunk])].name,
-                why,
-            )
+            name = self._table.specs[int(chunks.row[chunk])].name
+            if why:
+                log.warning("%s can't be read back, and is not linked again: %s", self._paths[file], why)
+            else:
+                log.warning(
+                    "%s is damaged: it holds other bytes than were written, at least in %r. This save writes "
+                    "anew what it would have linked of it. Steps that share the file are damaged, too: "
+                    "`holdfast verify` of the run names them.",
+                    self._paths[file],
+                    name,
+                )
             self.file[self.file == file] = -1
 
     def link(self, store: LocalStore, attempt: str) -> dict[int, str]:
