@@ -79,7 +79,21 @@ def test_without_keep_all_stay_until_the_run_saves_them_again(tmp_path: Path) ->
         }
         made.save(2000, state(-2000))
     assert newest(tmp_path) == (2000, -2000)
-    assert prune(tmp_path, keep=2).kept == (1600, 2000)
+    pruned = prune(tmp_path, keep=2)
+    assert pruned.kept == (1600, 2000)
+    assert [(item.path, item.why) for item in pruned.removed] == [
+        ("step-00001500", "the run has left it behind"),
+        ("step-00002500", "the run has left it behind"),
+        ("step-00001000", "older than the newest 2 committed"),
+    ]
+
+
+def test_the_rules_that_inspect_tells_are_those_of_the_branch(tmp_path: Path) -> None:
+    train(tmp_path, 1500, 2000, keep=9)
+    with checkpoints(tmp_path, keep=5) as made:
+        made.restore(state(0), 1500)
+        made.save(1600, state(-1600))
+    assert describe_run(open_store(tmp_path)).rules == "the newest 5"
 
 
 def test_a_step_that_was_loaded_for_a_comparison_changes_nothing(tmp_path: Path) -> None:

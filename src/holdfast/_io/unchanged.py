@@ -252,7 +252,6 @@ class _Held:
         for file, (chunk, why) in spot_check(
             blocks, turn, lambda file: self._store.open(self._names[file]), progress
         ).items():
-            name = self._table.specs[int(chunks.row[chunk])].name
             if why:
                 log.warning("%s can't be read back, and is not linked again: %s", self._paths[file], why)
             else:
@@ -261,7 +260,7 @@ class _Held:
                     "anew what it would have linked of it. Steps that share the file are damaged, too: "
                     "`holdfast verify` of the run names them.",
                     self._paths[file],
-                    name,
+                    self._table.specs[int(chunks.row[chunk])].name,
                 )
             self.file[self.file == file] = -1
 

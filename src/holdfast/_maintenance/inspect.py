@@ -121,10 +121,11 @@ def describe_run(store: Store) -> Run:
     abouts: dict[int, Json] = {}
     folders = step_folders(store)
     steps = [_step(step, store.child(folder), abouts) for step, folder in folders.items()]
-    rules = retention_of(abouts[max(abouts)].get("retention")) if abouts else None
-    why: dict[int, str] = {}
     left = left_behind(store)
     gone = {step for step in abouts if is_left(store, left, folders[step], INDEX)}
+    newest = max(abouts, key=lambda step: (step not in gone, step), default=None)
+    rules = None if newest is None else retention_of(abouts[newest].get("retention"))
+    why: dict[int, str] = {}
     if rules is not None:
         counted = [step for step in abouts if is_spelled_as_ours(folders[step])]
         counted = [step for step in counted if not is_linked(store, folders[step])]

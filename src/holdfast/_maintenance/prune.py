@@ -149,10 +149,9 @@ class _Sweep:
         """Remove committed steps beyond the newest `keep` that can be read."""
         # `good` ascends by step, in the order of the visits; those left behind count as older. It has only
         # steps that can be read, so a damaged newest step never displaces the last good one.
-        left = left_behind(self.store)
-        ours = sorted(
-            filter(is_spelled_as_ours, self.good), key=lambda one: not is_left(self.store, left, one, INDEX)
-        )
+        listed = left_behind(self.store)
+        left = {one for one in self.good if is_left(self.store, listed, one, INDEX)}
+        ours = sorted(filter(is_spelled_as_ours, self.good), key=lambda one: one not in left)
         gone = {item.path for item in self.removed}  # left-overs: in a dry run they are still there
         for folder in ours[: max(len(ours) - keep, 0)]:
             if folder in self.busy:
@@ -167,7 +166,10 @@ class _Sweep:
                     continue
             # Also in a dry run: `kept` is what would be left.
             del self.good[folder]
-            self.removed.append(Removed(folder, f"older than the newest {keep} committed", size))
+            why = (
+                "the run has left it behind" if folder in left else f"older than the newest {keep} committed"
+            )
+            self.removed.append(Removed(folder, why, size))
             if others:
                 self.skipped.append(Skipped(folder, _OTHERS))
 
