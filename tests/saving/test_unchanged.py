@@ -389,11 +389,13 @@ def test_damage_in_a_linked_file_is_found_in_each_step_that_names_it(tmp_path: P
 def test_what_is_linked_is_read_back_and_written_anew_if_it_is_damaged(
     background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    # With a writer process of its own: that of this thread may be one of an earlier test, and log elsewhere.
+    run = holdfast.Checkpoints(tmp_path, asynchronous=background, job=ALONE)
+
     def save(step: int) -> None:
-        if background:
-            holdfast.async_save(layers(OLD), step_of(tmp_path, step), job=ALONE).committed()
-        else:
-            holdfast.save(layers(OLD), step_of(tmp_path, step), job=ALONE)
+        pending = run.save(step, layers(OLD))
+        assert pending is not None
+        pending.committed()
 
     save(1)
     save(2)
@@ -403,6 +405,7 @@ def test_what_is_linked_is_read_back_and_written_anew_if_it_is_damaged(
         opened.write(b"\xff\x00\xff")
     for step in (3, 4):
         save(step)
+    run.close()
     said = capfd.readouterr().err if background else caplog.text  # the writer process logs to stderr
     assert said.count("holds other bytes than were written, at least in 'w0'") == 1, said
     whole = {step: verify(str(step_of(tmp_path, step))).whole for step in (1, 2, 3, 4)}
