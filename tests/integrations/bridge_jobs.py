@@ -60,6 +60,48 @@ def prepare(rank: int, train: int, layout: Layout) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
 
 
+def save_and_log(
+    rank: int, folder: str, train: int, job: Job, late: float, layout: Layout, changes: str = ""
+) -> tuple[str, float, str]:
+    """Like `save_of_some` in groups over all ranks; also what this rank logs. The ranks that don't train call
+    `late` seconds after the others; never if that is 0.
+
+    changes: "object": add an object to what Megatron saves, as a state of a random generator.
+    """
+    import io
+
+    import holdfast
+
+    holdfast.install(warm_up=False, session=False, job=job)
+    prepare(rank, dist.get_world_size(), layout)
+    logging.disable(logging.NOTSET)
+    said = io.StringIO()
+    logging.getLogger("holdfast").addHandler(logging.StreamHandler(said))
+    from megatron.bridge.training import checkpointing, model_load_save
+
+    if changes == "object":
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+        whole = checkpointing.generate_state_dict
+
+        def generate(*args: Any, **named: Any) -> Any:
+            number, count = dist.get_rank(), dist.get_world_size()
+            return whole(*args, **named) | {"own": ShardedObject("own", number, (count,), (number,))}
+
+        checkpointing.generate_state_dict = generate
+    model = model_of(layout, 3)
+    if rank >= train:
+        if not late:
+            return "takes no part", 0.0, ""
+        time.sleep(late)
+    begun = time.monotonic()
+    try:
+        model_load_save.save_megatron_model(model, folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun, said.getvalue()
+    return "saved", time.monotonic() - begun, said.getvalue()
+
+
 def save_of_some(
     rank: int,
     folder: str,

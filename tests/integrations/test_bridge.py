@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast._io.index_file import open_index
+from holdfast._maintenance.same import same
 from holdfast._maintenance.verify import verify
 from holdfast._protocol.job import Job
+from holdfast._store.local import open_store
 from tests.integrations import bridge_jobs
 from tests.integrations.fsdp import bridge as fsdp
 from tests.integrations.megatron.models import Layout
@@ -17,6 +20,7 @@ from tests.support.processes import ProcessWorld
 from tests.support.waiting import SLACK
 
 TRACKER = "latest_checkpointed_iteration.txt"
+LAYOUT = Layout(tp=2, ep=2)
 JOB = Job(timeout=30, stall_timeout=4.0)
 GIVEN = replace(JOB, participants=range(4))
 
@@ -57,6 +61,57 @@ def test_idle_members_that_nobody_has_named_are_told(tmp_path: Path) -> None:
     for said, _ in found[:4]:
         assert "rank 4" in said
         assert "leave them out: job=holdfast.Job(participants=...)" in said
+
+
+def test_a_save_of_a_model_does_without_idle_members(tmp_path: Path) -> None:
+    """The report's literal case by the bare line: nobody has named the idle ranks."""
+    with ProcessWorld(8) as world:
+        job = Job(report_after=2.0)
+        found = world.run(bridge_jobs.save_and_log, str(tmp_path / "bare"), 4, job, 0.0, LAYOUT, timeout=100)
+    with ProcessWorld(8) as world:
+        world.run(bridge_jobs.save_of_some, str(tmp_path / "given"), 4, None, GIVEN, 4.0, 8, timeout=100)
+    assert [said for said, *_ in found] == ["saved"] * 4 + ["takes no part"] * 4
+    assert all(2.0 < took < 2 * SLACK for _, took, _ in found[:4])
+    lines = "".join(log for *_, log in found)
+    assert "rank 4-7 had not entered it" in lines
+    assert "It is committed." in lines
+    assert "job=holdfast.Job(participants=...)" in lines
+    assert (tmp_path / "bare" / TRACKER).read_text() == "0"
+    folders = [tmp_path / how / "iter_0000000" for how in ("bare", "given")]
+    assert verify(folders[0]).whole
+    assert same(*folders).same
+    with open_index(open_store(folders[0])) as index:
+        assert index.about["notes"]["without"] == [4, 5, 6, 7]
+
+
+def test_an_idle_member_that_comes_late_is_told(tmp_path: Path) -> None:
+    with ProcessWorld(8) as world:
+        job = Job(report_after=2.0)
+        found = world.run(bridge_jobs.save_and_log, str(tmp_path), 6, job, 2 * SLACK, LAYOUT, timeout=100)
+    assert [said for said, *_ in found] == ["saved"] * 8
+    assert verify(tmp_path / "iter_0000000").whole
+    for rank, (_, took, log) in enumerate(found):
+        assert took < 2 * SLACK
+        assert ("came after that, and saves nothing" in log) == (rank >= 6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "changes"),
+    [(8, LAYOUT, "object"), (4, Layout(tp=2, ep=4), "")],
+    ids=["an object", "the only holder of its experts"],
+)
+def test_a_late_rank_with_something_of_its_own_is_waited_for(
+    ranks: int, layout: Layout, changes: str, tmp_path: Path
+) -> None:
+    with ProcessWorld(ranks) as world:
+        job = Job(report_after=1.0)
+        found = world.run(
+            bridge_jobs.save_and_log, str(tmp_path), ranks - 1, job, 8.0, layout, changes, timeout=100
+        )
+    assert {said for said, *_ in found} == {"saved"}
+    assert all(took > 4.0 for _, took, _ in found[:-1])
+    assert not any("It is committed." in log for *_, log in found)
+    assert verify(tmp_path / "iter_0000000").whole
 
 
 def test_one_that_trains_and_does_not_come_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ writes its own tracker file, and the error is raised at the end of the function.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import wraps
 
@@ -132,6 +132,12 @@ def note_committed(place: str) -> None:
     """Tell this thread's guard, if there is one, that a checkpoint was committed."""
     if _here.guard is not None:
         _here.guard.committed.append(place)
+
+
+def note_absent(ranks: Collection[int]) -> None:
+    """Tell this thread's guard, if there is one, that these ranks have not come to the guarded function."""
+    if _here.guard is not None:
+        _here.guard.collectives.absent |= frozenset(ranks)
 
 
 def _enter() -> None:

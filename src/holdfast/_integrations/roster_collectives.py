@@ -65,6 +65,8 @@ class RosterCollectives:
     participants: tuple[int, ...] | None = None
     call: str = ""
     like_stock: bool = False
+    absent: frozenset[int] = frozenset()
+    """Ranks that the others do without; one of these that comes late waits for nobody."""
     _issued: dict[tuple[int, ...], int] = field(default_factory=dict)
     """The number of collectives issued on each group."""
 
@@ -124,8 +126,12 @@ class RosterCollectives:
 
     def _ranks(self, group: object) -> tuple[int, ...]:
         if self.participants is not None and (group is None or group is dist.group.WORLD):
-            return self.participants
-        return tuple(sorted(_members(group)))
+            ranks = self.participants
+        else:
+            ranks = tuple(sorted(_members(group)))
+        if (me := dist.get_rank()) in self.absent and me in ranks:
+            return (me,)
+        return tuple(rank for rank in ranks if rank not in self.absent) if self.absent else ranks
 
     def _is_outside(self, ranks: tuple[int, ...]) -> bool:
         """Return whether this rank is not in a group. One that takes no part at all gets an error instead."""

@@ -1,4 +1,4 @@
-"""Runs of consecutive numbers, and lists of ranks as text: `8-15`, `0,4,8-11`."""
+"""Runs of numbers, and lists of ranks as text: `8-15`, `0,4,8-11`."""
 
 from __future__ import annotations
 
@@ -40,3 +40,25 @@ def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
         if i == count or values[i] != values[i - 1] + 1:
             yield values[start], values[i - 1]
             start = i
+
+
+def progressions(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return ranks as arithmetic progressions (first, step, count).
+
+    A group of a layout is one or a few of them, however many ranks it has.
+    """
+    found: list[tuple[int, int, int]] = []
+    start = 0
+    while start < len(ranks):
+        step = ranks[start + 1] - ranks[start] if start + 1 < len(ranks) else 1
+        count = 1
+        while start + count < len(ranks) and ranks[start + count] - ranks[start + count - 1] == step:
+            count += 1
+        found.append((ranks[start], step, count))
+        start += count
+    return found
+
+
+def from_progressions(found: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks of progressions: the inverse of `progressions`."""
+    return [first + step * index for first, step, count in found for index in range(count)]

@@ -94,6 +94,8 @@ class Late(NamedTuple):
     """Seconds to the deadline."""
     came: bool
     """Whether the wait for these is over, because they have come."""
+    hint: str = ""
+    """What to do if these ranks take no part at all."""
 
 
 ANSWERS = ("answer", "answered")
@@ -243,6 +245,10 @@ class SaveActions(Protocol):
 
     def row_digest(self) -> str | None:
         """Return a digest of the rows without a declared replica, or None if there are none."""
+        ...
+
+    def copies(self) -> list[list[tuple[int, int, int]]]:
+        """Return which ranks hold the same values (`RowDigest.copies`); empty if that is not known."""
         ...
 
     def list_rows(self) -> RowList:

@@ -82,10 +82,13 @@ class StopAsked(msgspec.Struct, frozen=True):
 
 
 class RowDigest(msgspec.Struct, frozen=True):
-    """From each rank to the committer: a digest of the rows without a declared replica; None if there are
-    none."""
+    """From each rank to the committer, as it enters a save."""
 
     digest: str | None
+    """Of the rows without a declared replica; None if there are none."""
+    copies: list[list[tuple[int, int, int]]] = []
+    """For each kind of its values, the ranks that hold the same ones, in the order of their replica numbers
+    (`ranks.progressions`); empty if that is not known of all its values."""
 
 
 class RowList(msgspec.Struct, frozen=True):

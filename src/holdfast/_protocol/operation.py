@@ -26,7 +26,7 @@ from holdfast._roster.memory import MemoryRoster
 from holdfast._roster.presence import Gone, describe, see
 from holdfast._roster.whereabouts import Inquiry, note_caller
 from holdfast._values import Json, size_text
-from holdfast.errors import HoldfastError, RankFailed, RosterLost, Unplaced
+from holdfast.errors import HoldfastError, RankFailed, RosterLost, Spared, Unplaced
 
 log = logging.getLogger("holdfast")
 TELL_EVERY = 10.0
@@ -139,8 +139,9 @@ class Operation:
         whom = f"rank {late.ranks[0].rank}" if late.everyone == 1 else f"{late.everyone} ranks"
         until = " without progress" if self.context.deadline.moves else ""
         log.warning(
-            "%s: rank %d has waited %.0f s for %s to %s: %s. It waits on, for up to %.0f s%s.",
+            "%s: rank %d has waited %.0f s for %s to %s: %s. It waits on, for up to %.0f s%s.%s",
             *(self.context.title, self.call.rank, late.waited, whom, late.what, names, late.left, until),
+            f" {late.hint}" if late.hint else "",
         )
         self.emit("late", what=late.what, left=late.left, **fields)
 
@@ -250,7 +251,7 @@ class Operation:
                 self._tell()
             return value
         except HoldfastError as error:
-            if not isinstance(error, Unplaced):  # not a failure: the load begins again, with lengths
+            if not isinstance(error, Unplaced | Spared):  # no failures: the call begins again
                 self.emit("raised", error=type(error).__name__, message=str(error))
             cause = collect_error.__cause__ if collect_error is not None else None
             if cause is not None and not isinstance(cause, Exception):

@@ -13,6 +13,7 @@ from msgspec import Struct
 from holdfast._protocol.effects import Claim, Context, Do, Get, Pause, Put, SaveActions, Steps, TaskActions
 from holdfast._protocol.liveness import QUOTED, PeerMonitor
 from holdfast._protocol.messages import Assigned, Before, Outcome, RowDigest, RowList, from_roster, to_message
+from holdfast._protocol.spare import do_without
 from holdfast._values import Message
 from holdfast.errors import DeadlineExceeded, from_message
 
@@ -94,12 +95,15 @@ def agree_on_replicas(context: Context, job: SaveActions) -> Steps:
     does every rank send its list. Ranks without such rows report that and go on.
     """
     mine = yield Do("row_digest", job.row_digest)
+    digest = RowDigest(mine, job.copies())
     holders = list(context.participants)
     if context.is_committer:
         # A rank without such rows reports that, because the committer can't know who has none.
         if mine is not None:
             context.enter("assigning")
-        heard = yield from collect(context, "row_digest", RowDigest(mine), context.participants)
+        heard = yield from collect(
+            context, "row_digest", digest, context.participants, told=partial(do_without, context)
+        )
         holders = [rank for rank in context.participants if heard[rank].digest is not None]
         if not holders:
             return None
@@ -110,7 +114,7 @@ def agree_on_replicas(context: Context, job: SaveActions) -> Steps:
         if len(context.participants) > 1:
             yield Put(context.answer_key, to_message(assigned))
     else:
-        yield context.report("row_digest", RowDigest(mine))
+        yield context.report("row_digest", digest)
         if mine is None:
             return None
         context.enter("assigning")
@@ -150,16 +154,18 @@ def collect(
     mine: Report,
     ranks: Sequence[int],
     poll: Callable[[], object] = lambda: None,
+    told: Callable[[dict[int, Any], Sequence[int]], Steps] | None = None,
 ) -> Steps:
     """Committer: return the report of every rank on a topic, of the type of this rank's own. Raises an error
     that names the missing ranks.
 
-    `poll` raises errors of this rank's own work meanwhile.
+    poll: raises errors of this rank's own work meanwhile.
+    told: steps with the reports so far and the missing ranks, run each time that the wait is told.
     """
     reports: dict[int, Any] = {context.rank: mine}
     missing = deque(sorted(rank for rank in ranks if rank != context.rank))
     watch = PeerMonitor(context, _DUTIES[topic][0])
-    ask = MOST
+    ask, reports_told = MOST, 0
     while missing:
         context.on_wait(list(islice(missing, QUOTED)))
         yield Do("poll", poll)
@@ -186,6 +192,9 @@ def collect(
             missing.extend(late)  # the next look is at others
         else:
             missing.extendleft(reversed(late))
+        if told is not None and watch.reports > reports_told:
+            reports_told = watch.reports
+            yield from told(reports, list(missing))
         # Where one has not come, the next ones may not have either: the first of them wakes this rank.
         ask = FEWEST if late else min(2 * ask, MOST)
         if late:

@@ -37,7 +37,7 @@ from holdfast._state.memory import CallerStreams
 from holdfast._store.base import Folder, Kind
 from holdfast._store.local import open_store
 from holdfast._values import Json
-from holdfast.errors import CommitUnconfirmed, HoldfastError, SaveFailed, StorageError
+from holdfast.errors import CommitUnconfirmed, HoldfastError, SaveFailed, Spared, StorageError
 
 
 class SaveReport(msgspec.Struct, frozen=True):
@@ -138,10 +138,11 @@ class SaveJob:
         except CommitUnconfirmed:
             # The index may be in place, so the data must stay.
             raise
-        except HoldfastError:
+        except HoldfastError as error:
             # Each live rank deletes its own files; those of dead ranks stay for `prune`.
             if (self.files or self.makes_folder) and not self.options.keep_failed:
-                clean_up(self.store, self.discard, self.makes_folder)
+                # The next attempt is in the same folder.
+                clean_up(self.store, self.discard, self.makes_folder and not isinstance(error, Spared))
             raise
         if self.options.link_unchanged:
             remember(self.store, self.rank, self.files)
@@ -184,6 +185,9 @@ class SaveJob:
 
     def row_digest(self) -> str | None:
         return self._holders.row_digest()
+
+    def copies(self) -> list[list[tuple[int, int, int]]]:
+        return self.request.copies() if self.request.copies is not None else []
 
     def list_rows(self) -> RowList:
         return self._holders.list_rows()

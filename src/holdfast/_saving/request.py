@@ -34,6 +34,7 @@ class SaveRequest:
     after: committer: called at the end.
     label: begins the name of the attempt, and so the names of data files.
     report: each rank: returns a message for the committer, sent after the writing. Must not raise.
+    copies: each rank: returns which ranks hold the same values (`messages.RowDigest`). Must not raise.
     merge_reports: committer: turns the reports of all ranks into an addition to the notes. Must not raise.
     """
 
@@ -57,6 +58,7 @@ class SaveRequest:
     after: Callable[[], None] | None = None
     label: str = ""
     report: Callable[[], Message] | None = None
+    copies: Callable[[], list[list[tuple[int, int, int]]]] | None = None
     merge_reports: Callable[[dict[int, Message]], Message] | None = None
 
     def __post_init__(self) -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast._groups.lifecycle.plan import KINDS, from_runs, members, plan_groups, rounds, runs, shown
+from holdfast._groups.lifecycle.plan import KINDS, members, plan_groups, rounds, shown
 from holdfast._layout.grid import Grid
+from holdfast._layout.ranks import from_progressions, progressions
 from holdfast.errors import BadInput
 
 
@@ -74,7 +75,7 @@ def test_rounds_beyond_a_word_of_bits() -> None:
 
 @given(st.lists(st.integers(0, 1000), unique=True, min_size=1))
 def test_runs_are_the_same_ranks(ranks: list[int]) -> None:
-    assert from_runs(runs(ranks)) == ranks
+    assert from_progressions(progressions(ranks)) == ranks
 
 
 def test_a_layout_of_16384_ranks_is_planned_in_seconds() -> None:

@@ -7,23 +7,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from holdfast._format.digest import digest, hex_digest
-from holdfast._groups.lifecycle.plan import from_runs, runs, shown
+from holdfast._groups.lifecycle.plan import shown
+from holdfast._layout.ranks import from_progressions, progressions
 from holdfast._values import Message
 from holdfast.errors import BadInput
 
 
 def claim(name: str, ranks: Sequence[int], description: str, rank: int) -> list[object]:
-    """Return what a rank reports about a group: name, digest of its ranks, description, runs, rank count.
+    """Return what a rank reports about a group: name, digest of its ranks, description, ranks, rank count.
 
-    Only the lowest rank of the group reports the runs (`plan.runs`); the others report None.
+    Only the lowest rank of the group reports the ranks, as progressions; the others report None.
     """
     # One rank lists the members and the others send a digest, so a group of 10,000 ranks is listed once.
-    member_runs = runs(ranks) if rank == min(ranks) else None
+    members = progressions(ranks) if rank == min(ranks) else None
     return [
         name,
         hex_digest(digest(np.array(ranks, np.int64).tobytes())),
         description,
-        member_runs,
+        members,
         len(ranks),
     ]
 
@@ -47,14 +48,14 @@ def agreed(claims: dict[int, Message]) -> dict[str, tuple[str, list[int]]]:
     digests: dict[str, tuple[int, str]] = {}
     holders: dict[str, set[int]] = {}
     for rank, message in sorted(claims.items()):
-        for name, known, description, member_runs, _ in message["groups"]:
+        for name, known, description, members, _ in message["groups"]:
             # Every claim is compared with the first one of that name only.
             first, other = digests.setdefault(name, (rank, known))
             holders.setdefault(name, set()).add(rank)
             if other != known:
                 raise _unequal(claims, name, first, rank)
-            if member_runs is not None:
-                everyone[name] = (description, from_runs(member_runs))
+            if members is not None:
+                everyone[name] = (description, from_progressions(members))
     for name, here in holders.items():
         # These ranks have made the group, but did not give it to `warm_up`.
         unlisted = [rank for rank in sorted(claims) if rank not in here and name in claims[rank]["has"]]

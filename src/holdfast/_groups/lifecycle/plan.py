@@ -115,28 +115,6 @@ def rounds(groups: Sequence[Ranks]) -> list[int]:
     return chosen
 
 
-def runs(ranks: Sequence[int]) -> list[list[int]]:
-    """Return ranks as arithmetic progressions (first, step, count).
-
-    A group of a layout is one or a few of them, however many ranks it has.
-    """
-    progressions: list[list[int]] = []
-    start = 0
-    while start < len(ranks):
-        step = ranks[start + 1] - ranks[start] if start + 1 < len(ranks) else 1
-        count = 1
-        while start + count < len(ranks) and ranks[start + count] - ranks[start + count - 1] == step:
-            count += 1
-        progressions.append([ranks[start], step, count])
-        start += count
-    return progressions
-
-
-def from_runs(progressions: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks of progressions: the inverse of `runs`."""
-    return [first + step * index for first, step, count in progressions for index in range(count)]
-
-
 def shown(ranks: Sequence[int], most: int = 8) -> str:
     """Return the text that lists ranks in messages."""
     listed = ", ".join(map(str, ranks[:most]))

@@ -17,7 +17,6 @@ from holdfast._format.names import COMMON, SHARD
 from holdfast._format.torch_objects import allowing
 from holdfast._integrations.arguments import taking_those_of
 from holdfast._integrations.foreign_errors import of_megatron, raising
-from holdfast._integrations.guard import note_committed
 from holdfast._integrations.megatron import mcore, steps
 from holdfast._integrations.megatron.integrity import check_integrity
 from holdfast._integrations.megatron.metadata import (
@@ -30,7 +29,7 @@ from holdfast._integrations.megatron.metadata import (
 from holdfast._integrations.megatron.optimizer import as_we_save
 from holdfast._integrations.megatron.per_rank import nearest
 from holdfast._integrations.megatron.queue import Committed
-from holdfast._integrations.megatron.saving import own_containers, read_state_dict
+from holdfast._integrations.megatron.saving import own_containers, read_state_dict, save_at_once
 from holdfast._integrations.megatron.shards import take_data, to_load
 from holdfast._io.open_checkpoint import TorchDist, open_source
 from holdfast._io.source import Source
@@ -96,7 +95,7 @@ def save(
     step = step_of(Path(checkpoint_dir).name)
     job = job_of(job)
 
-    def make(call: Call) -> SaveJob:
+    def make(call: Call, without: tuple[int, ...] = ()) -> SaveJob:
         return read_state_dict(
             store,
             sharded_state_dict,
@@ -104,6 +103,7 @@ def save(
             content_metadata=content_metadata,
             compares=validate_access_integrity,
             preprocess=preprocess_common_before_consistancy_check,
+            without=without,
             step=step,
             expected=expected,
             options=job.options,
@@ -112,7 +112,7 @@ def save(
         )
 
     if not async_sharded_save:
-        note_committed(make(begin_call(job)).run().path)
+        save_at_once(make, begin_call(job))
         return None
     pending = queue_of_this_thread().save(
         lambda: make(begin_call(job).lane(LANE)), store.url, step, AT_ONCE, job.options.host_memory_budget

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -10,15 +12,21 @@ from torch.distributed import ProcessGroup
 from holdfast._format import objects
 from holdfast._format.names import COMMON
 from holdfast._format.torch_objects import allowing
+from holdfast._integrations.guard import note_absent, note_committed
 from holdfast._integrations.megatron import common as common_state
 from holdfast._integrations.megatron import mcore, steps
-from holdfast._integrations.megatron.shards import WrittenCopies, to_save
+from holdfast._integrations.megatron.shards import Progression, WrittenCopies, to_save
 from holdfast._protocol.call import Call
+from holdfast._protocol.liveness import NO_PART
+from holdfast._protocol.spare import spared
 from holdfast._saving.job import SaveJob
 from holdfast._saving.request import SaveRequest
 from holdfast._state.leaf import Flat
 from holdfast._store.base import Store
 from holdfast._values import Message
+from holdfast.errors import Spared
+
+log = logging.getLogger("holdfast")
 
 
 def read_state_dict(
@@ -29,14 +37,17 @@ def read_state_dict(
     content_metadata: mcore.StateDict | None = None,
     compares: bool = False,
     preprocess: Callable[[mcore.StateDict], mcore.StateDict] | None = None,
+    without: tuple[int, ...] = (),
     **how: Any,
 ) -> SaveJob:
     """Make a save that has collected the state and has yet to run.
 
     compares: compare common state between ranks, after `preprocess`.
+    without: ranks that have not come, for the notes of the index.
     how: fields of `SaveRequest`.
     """
     everyone = call.participants
+    copies: list[list[Progression]] = []
     report: Message = {}
     """What this rank adds to its report: the steps of its optimizers, and digests of its common state."""
 
@@ -54,7 +65,9 @@ def read_state_dict(
             steps.leave_out(copied)
             seen = preprocess(copied) if preprocess is not None else copied
             report["common"] = common_state.digests(seen)
-        return Flat(to_save(parts, common, WrittenCopies(rank, everyone)))
+        written = WrittenCopies(rank, everyone)
+        copies.extend(written.same(parts))
+        return Flat(to_save(parts, common, written))
 
     def merge(reports: dict[int, Message]) -> Message:
         """Return what goes into the notes of the index."""
@@ -68,12 +81,33 @@ def read_state_dict(
             store=store,
             collect=collect,
             call=call,
-            notes={"megatron-core": mcore.VERSION},
+            notes={"megatron-core": mcore.VERSION} | ({"without": list(without)} if without else {}),
+            copies=lambda: copies,
             report=lambda: report,
             merge_reports=merge,
             **how,
         )
         return SaveJob(request)
+
+
+def save_at_once(make: Callable[..., SaveJob], call: Call) -> None:
+    """Save; without the ranks that have not come by `report_after`, if the others hold all that these hold.
+
+    make: takes the call, and the ranks that it is made without.
+    """
+    try:
+        made = make(call).run()
+    except Spared as error:
+        absent = spared(error, call.participants)
+        note_absent(absent)
+        if call.rank in absent:
+            log.warning("%s Rank %d came after that, and saves nothing.", error.message, call.rank)
+            return
+        others = tuple(rank for rank in call.participants if rank not in absent)
+        made = make(replace(call, participants=others), absent).run()
+        if call.rank == others[0]:
+            log.warning("%s It is committed. %s", error.message, NO_PART)
+    note_committed(made.path)
 
 
 def take_apart(sharded_state_dict: mcore.StateDict) -> tuple[list[mcore.ShardedTensor], mcore.StateDict]:

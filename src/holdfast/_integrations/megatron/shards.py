@@ -24,12 +24,14 @@ import torch
 from holdfast._format.names import COMMON
 from holdfast._integrations.megatron import mcore
 from holdfast._layout.box import Box
+from holdfast._layout.ranks import progressions
 from holdfast._layout.tensor import Dims, TensorSpec
 from holdfast._state.leaf import Leaf
 from holdfast._state.memory import Part, ViewMemory, spec_of
 from holdfast._state.tensors import Shard
 from holdfast.errors import BadInput
 
+Progression = tuple[int, int, int]
 _SOLE = (0, 1)
 _COPY = (1, 2)
 """Of a copy whose number is not known, but that it is not the first."""
@@ -90,6 +92,30 @@ class WrittenCopies:
         if group.number is None or group.number != replica_id[-1]:
             return True  # its groups are not known; the commit fails if another rank writes it, too
         return group.ranks[0] in holders
+
+    def same(self, sharded: Iterable[mcore.ShardedTensor | mcore.ShardedObject]) -> list[list[Progression]]:
+        """Return which ranks hold the same as this one: its data-parallel group and its expert one, if every
+        part of the state is a model's, and a copy that is numbered over one of them; else none.
+
+        The rule is narrow on purpose: a late rank with a part of its own (of an optimizer, of FSDP2, of a
+        random generator) must be waited for.
+        """
+        groups = (self._dense, self._expert)
+        if any(group.number is None for group in groups) or not all(map(self._is_copy, sharded)):
+            return []
+        return [progressions(group.ranks) for group in groups]
+
+    def _is_copy(self, item: mcore.ShardedTensor | mcore.ShardedObject) -> bool:
+        """Return whether all ranks of this rank's group hold the same, by facts that this rank knows."""
+        if isinstance(item, mcore.ShardedObject):
+            return "_extra_state" in item.key  # Transformer Engine's, of a module
+        replica_id, data = item.replica_id, item.data
+        if isinstance(replica_id, int) or not replica_id or data is None:
+            return False
+        if self._group(item).number != replica_id[-1]:
+            return False
+        # A slice has the number 0 on each rank. It is no parameter of the model, and not whole.
+        return _is_parameter(data) or tuple(data.shape) == tuple(item.global_shape[item.prepend_axis_num :])
 
     def _group(self, tensor: mcore.ShardedTensor) -> _Group:
         # For an irregular grid or optimizer state, it is not known whether there are other copies.
