@@ -164,6 +164,13 @@ _past: dict[str, int] = {}
 groups did, and later groups have their names."""
 
 
+def collectives_issued(group: dist.ProcessGroup) -> int | None:
+    """Return how many collectives this rank has issued on a group; None where its backend does not tell."""
+    with suppress(AttributeError, RuntimeError):
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    return None
+
+
 def forget_groups() -> None:
     """Leave all groups that there were until now out of flight records; before a default group is made."""
     with suppress(Exception):  # a program's `init_process_group` must not fail by it

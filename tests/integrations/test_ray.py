@@ -162,7 +162,7 @@ def test_verls_workers_finalize_a_save_in_the_background(cluster: Cluster) -> No
 def test_the_driver_hears_which_rank_did_not_come_and_where_it_is(cluster: Cluster) -> None:
     late = cluster.trainers[ABSENT]
     folder = str(cluster.folder / "step" / "late")
-    busy = late.dawdle.remote(STALL + 3)
+    busy = late.dawdle.remote(STALL + 12)
     waits = late.save.remote(folder)
     found, took = errors(others(cluster, ABSENT), "save", folder)
     import ray
@@ -172,7 +172,7 @@ def test_the_driver_hears_which_rank_did_not_come_and_where_it_is(cluster: Clust
         assert f"waited for rank {ABSENT} to enter" in str(error)
         assert "MegatronCheckpointManager.save_checkpoint" in str(error)
         assert " dawdle" in str(error)  # where it is
-    assert took < STALL + 2
+    assert took < STALL + 10  # while it dawdles
     assert ray.get(busy, timeout=LIMIT) is None
     with pytest.raises(ray.exceptions.RayError, match=f"rank {ABSENT}"):
         ray.get(waits, timeout=LIMIT)

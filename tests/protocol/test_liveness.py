@@ -12,7 +12,7 @@ from holdfast._protocol.effects import Claim, Context, Late, Look, Put
 from holdfast._protocol.liveness import PeerMonitor
 from holdfast._roster.presence import Seen, Vitals
 from holdfast._roster.process import Identity
-from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed
+from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed, Spared
 from tests.support.faults import Faults
 from tests.support.simulate import SimulatedClock, World, check, run_world
 
@@ -308,6 +308,45 @@ def test_a_save_with_a_rank_that_is_hours_late_is_committed() -> None:
     assert {outcome.state for outcome in world.outcomes.values()} == {"committed"}
     assert [late.came for late in world.late].count(True) == 1
     assert len(world.late) == 9
+
+
+@pytest.mark.parametrize(
+    ("copies", "faults", "ends"),
+    [
+        ([[(0, 1, 4)]], Faults(absent={2, 3}), Spared),
+        ([[(0, 2, 2), (1, 2, 2)], [(0, 1, 4)]], Faults(absent={2, 3}), Spared),
+        ([[(0, 1, 4)]], Faults(late={3: HOUR}), Spared),
+        ([[(0, 1, 3)]], Faults(absent={2, 3}), DeadlineExceeded),
+        ([[(0, 1, 4)], [(0, 1, 3)]], Faults(absent={3}), DeadlineExceeded),
+        ([[(3, -1, 4)]], Faults(absent={2, 3}), DeadlineExceeded),
+        ([[(0, 1, 4)]], Faults(absent={0}), DeadlineExceeded),
+        ([], Faults(absent={2, 3}), DeadlineExceeded),
+    ],
+    ids=[
+        "same",
+        "two kinds",
+        "late",
+        "one is not",
+        "of one kind",
+        "no first rank",
+        "no committer",
+        "unknown",
+    ],
+)
+def test_a_save_ends_early_for_ranks_that_hold_nothing_of_their_own(
+    copies: list[list[tuple[int, int, int]]], faults: Faults, ends: type[HoldfastError]
+) -> None:
+    world = world_of(4, faults, 3 * HOUR, moves=False)
+    world.copies = copies
+    run_world(world)
+    # It fails although all live and come; then it is made again, which these ranks don't do.
+    assert all("though every rank lives" in broken and faults.late for broken in check(world))
+    for (rank, _), outcome in world.outcomes.items():
+        assert type(outcome.error) is ends, (rank, outcome)
+        if ends is Spared:
+            named = {info.rank for info in outcome.error.missing}
+            assert named == (faults.absent or set(faults.late))
+            assert outcome.at < 60.0 or rank in faults.late
 
 
 def test_a_save_that_takes_hours_and_goes_on_is_committed_without_a_timeout() -> None:

@@ -128,7 +128,7 @@ def no_claim(context: Context, value: Any) -> Steps:
     yield
 
 
-def no_collect(context: Context, topic: str, mine: Any, ranks: Any, poll: Any = None) -> Steps:
+def no_collect(context: Context, topic: str, mine: Any, ranks: Any, *_: Any, **__: Any) -> Steps:
     """Does not wait for the others to have written."""
     return dict.fromkeys(context.participants, mine)
     yield

@@ -147,6 +147,8 @@ class World:
     rng: random.Random
     calls: int = 1
     """How many calls each rank makes, one after the other."""
+    copies: list[list[tuple[int, int, int]]] = field(default_factory=list)
+    """What each rank of a save says of the ranks that hold the same."""
     turn: bool = False
     """Is it a turn (`task_steps`), and no save?"""
     durations: tuple[float, ...] = (0.0, 0.01, 0.5, 3.0)

@@ -29,6 +29,9 @@ class SimulatedSave:
         self._fail("row_digest")
         return self.plain
 
+    def copies(self) -> list[list[tuple[int, int, int]]]:
+        return self.world.copies
+
     def list_rows(self) -> RowList:
         return RowList([str(self.plain)], [])
 

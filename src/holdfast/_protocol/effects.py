@@ -24,6 +24,7 @@ from holdfast._protocol.messages import (
     to_message,
 )
 from holdfast._protocol.phases import TRANSITIONS, Transitions
+from holdfast._roster.presence import Seen
 from holdfast._roster.whereabouts import Inquiry
 from holdfast._values import Json, Message
 from holdfast.errors import HoldfastError, RankInfo
@@ -141,6 +142,8 @@ class Context:
     too."""
     on_late: Callable[[Late], None] = lambda late: None
     """Called on one rank when a wait takes long, and when that is over."""
+    suspicion: Callable[[Seen], int] = lambda seen: 0
+    """Returns a number that is lowest for the ranks that are told first."""
     inquiry: Inquiry | None = None
     """Asks ranks where their code is."""
     blocks: bool = False

@@ -54,6 +54,8 @@ class PeerMonitor:
         self.told: list[RankInfo] = []
         """The ranks of the last report of this rank, until they come."""
         self.marks: dict[int, object] = {}
+        self.moves = 0
+        """How often any of the ranks was seen to go on."""
         self.timers: dict[int, StallTimer] = {}
         self.suspects: set[int] = set()
         """Ranks that will not come by what the last look has shown."""
@@ -91,6 +93,7 @@ class PeerMonitor:
         everyone = everyone or len(ranks)
         seen: dict[int, Seen] = yield Look(ranks)
         goes_on = [self._goes_on(rank, one) for rank, one in seen.items()]
+        self.moves += sum(goes_on)
         if any(goes_on) or context.limits.while_alive:
             context.note_progress()
         lost = [self._describe(rank, one, one.ended) for rank, one in seen.items() if self._is_lost(one)]
@@ -151,9 +154,11 @@ class PeerMonitor:
             # The stall time of a rank begins when this rank first waits for it.
             timer = self.timers.setdefault(rank, StallTimer(limit, self.context.clock))
             inside = one.vitals.operations.get(self.context.key) if one.vitals is not None else None
-            # A rank that itself waits makes no progress: its heartbeat is enough.
-            waits = inside is not None and inside.get("waiting_for") is not None
-            timer.see((self.marks.get(rank), one.vitals.beat if waits and one.vitals is not None else None))
+            # A rank that itself waits makes no progress: its heartbeat is enough. One that acts (it waits for
+            # none in particular) may need any of the others: it has stalled if no rank goes on.
+            waits = inside.get("waiting_for") if inside is not None else None
+            beat = one.vitals.beat if waits and one.vitals is not None else None
+            timer.see((self.marks.get(rank), beat, self.moves if waits == [] else 0))
             if timer.stalled():
                 quiet = f"no progress for {timer.quiet_for():.1f} s (stall_timeout)"
                 stalled.append(self._describe(rank, one, self._where(one) or quiet))
@@ -180,7 +185,7 @@ class PeerMonitor:
         context = self.context
         if now < self.next_report - ASK_BEFORE or self._committer_reports(seen):
             return
-        late = list(seen)[:QUOTED]
+        late = sorted(seen, key=lambda rank: context.suspicion(seen[rank]))[:QUOTED]
         if context.inquiry is not None:
             context.inquiry.ask(late, seen)
         if now < self.next_report:

@@ -11,6 +11,7 @@ from holdfast._protocol.call import Call
 from holdfast._protocol.core import task_steps
 from holdfast._protocol.operation import Operation
 from holdfast._protocol.phases import TASK_TRANSITIONS
+from holdfast._roster.presence import Seen
 from holdfast._stacks import calls_of_frame, frame_of
 from holdfast._threads import start_thread
 from holdfast._values import Message
@@ -39,6 +40,7 @@ class CollectiveTask:
     def __init__(self, title: str, place: str, call: Call) -> None:
         self.operation = Operation(self.kind, title, place, call, TASK_TRANSITIONS)
         self.operation.presence.more = self._more
+        self.operation.context.suspicion = self.suspicion
         self.operation.context.hint = "Look at that rank's log, or at its stack (py-spy dump --pid)."
         self.roster = call.roster
         self.collect_error: HoldfastError | None = None
@@ -57,7 +59,8 @@ class CollectiveTask:
             result: Message = self.operation.run(steps, self.collect_error)
             return result
         finally:
-            context.explain = None  # a circle would keep this task, and its groups, to the next collection
+            # A circle would keep this task, and its groups, to the next collection.
+            context.explain, context.suspicion = None, lambda seen: 0
             _started[:] = [thread for thread in _started if thread.is_alive()]
             self.operation.presence.more = dict  # no reference cycle: groups go when their last user does
 
@@ -81,6 +84,10 @@ class CollectiveTask:
         ranks."""
         return None
 
+    def suspicion(self, seen: Seen) -> int:
+        """Return a number that is lower, the more a late rank is suspected of keeping the others."""
+        return 0
+
     def now(self) -> Message:
         """Return values for programs, which presence messages carry."""
         return {}
@@ -91,6 +98,10 @@ class CollectiveTask:
         """Note what this rank is doing; that counts as progress."""
         self._doing = what
         self.operation.tick()
+
+    def phrase(self) -> str:
+        """Say what this rank is doing, for people."""
+        return self._doing
 
     def begin(self, answer: Message) -> None:
         def work() -> None:
@@ -124,7 +135,7 @@ class CollectiveTask:
         return report
 
     def _more(self) -> Message:
-        doing = f"{self._doing}, at {self._stack()}" if self._doing and not self._ended else ""
+        doing = f"{self.phrase()}, at {self._stack()}" if self._doing and not self._ended else ""
         return {**self.now(), "doing": doing}
 
     def _stack(self) -> str:

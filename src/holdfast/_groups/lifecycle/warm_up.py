@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from holdfast import events
 from holdfast._groups.audit.doctor import serve
-from holdfast._groups.lifecycle.claims import agreed, claim, label, listed
+from holdfast._groups.lifecycle.absent import Place, Plan, places_of, who_did_not_come
+from holdfast._groups.lifecycle.claims import agreed, claim, label
 from holdfast._groups.lifecycle.collectives import NotSupported, issue, usable_devices
 from holdfast._groups.lifecycle.device import Device
 from holdfast._groups.lifecycle.open import Groups
@@ -32,10 +33,10 @@ from holdfast._groups.lifecycle.uses import OPERATIONS, uses
 from holdfast._protocol.call import Call, begin_call
 from holdfast._protocol.job import Job, job_of
 from holdfast._protocol.task import CollectiveTask
-from holdfast._roster.presence import describe, see
-from holdfast._torch_private import KnownGroup, is_open, known_groups
+from holdfast._roster.presence import Seen, describe, see
+from holdfast._torch_private import KnownGroup, collectives_issued, is_open, known_groups
 from holdfast._values import Message, size_text
-from holdfast.errors import BadInput, DeadlineExceeded, GroupsFailed, HoldfastError, RankFailed, first_line
+from holdfast.errors import BadInput, GroupsFailed, HoldfastError, RankFailed, first_line
 
 DYING = 1.0
 """Seconds that a process takes at most to end after its connections have broken."""
@@ -54,6 +55,8 @@ class _WarmUp(CollectiveTask):
         self._operations, self._budget = operations, budget
         self._device = Device()
         self._position = 0
+        self._collective: tuple[dist.ProcessGroup, int | None] | None = None
+        """The group of the collective that comes next or is under way, and how many were issued before it."""
         self._everyone: dict[str, tuple[str, list[int]]] = {}
         """Committer: description and ranks of every group, by name."""
         self._order: dict[int, list[str]] = {}
@@ -132,7 +135,7 @@ class _WarmUp(CollectiveTask):
             self._position = position
             where = f"{position + 1} of {len(order)}"
             self.warmed.append(self._warm_one(self._groups[name], number, operations, where))
-        self._position = len(order)
+        self._position, self._collective = len(order), None
         self.doing("warmed up all its groups")
         return {}
 
@@ -151,7 +154,10 @@ class _WarmUp(CollectiveTask):
         issued: list[IssuedOperation] = []
         left_out: list[str] = []
         for operation in operations:
-            self.doing(f"in {label(known.name, known.description, known.ranks)}, {where}, with {operation}")
+            # Neighbours that exchange pair by pair are not counted by the group.
+            before = collectives_issued(known.group) if operation != "pairs" else None
+            self._collective = (known.group, before)
+            self.doing(f"{operation} of {label(known.name, known.description, known.ranks)}, {where}")
             entry = self._issue(operation, known, places)
             if entry is None:
                 left_out.append(operation)
@@ -219,14 +225,37 @@ class _WarmUp(CollectiveTask):
             )
 
     def now(self) -> Message:
-        return {"position": self._position, "free": self._device.free()}
+        return {"position": self._position, "issued": self._has_issued(), "free": self._device.free()}
+
+    def phrase(self) -> str:
+        if self._collective is None:
+            return super().phrase()
+        how = {True: "inside", False: "before", None: "in"}[self._has_issued()]
+        return f"{how} {super().phrase()}"
+
+    def _has_issued(self) -> bool | None:
+        """Return whether this rank has issued the collective that it is at; None where that is not known."""
+        if self._collective is None:
+            return None
+        group, before = self._collective
+        after = collectives_issued(group)
+        return None if before is None or after is None else after > before
+
+    def suspicion(self, seen: Seen) -> int:
+        """First ranks that are behind, then those that have not issued their collective."""
+        place = places_of({0: seen}, self.operation.context.key).get(0, Place())
+        return 2 * place.position + (place.issued is not False)
 
     def better(self, error: HoldfastError) -> HoldfastError | None:
         if isinstance(error, GroupsFailed) and "group" in error.details:
             return self._somebody_gone(error)
         # Only the committer knows the order of all ranks; the others raise its error.
-        if isinstance(error, DeadlineExceeded) and self._order:
-            return self._who_did_not_come(error)
+        if isinstance(error, RankFailed) and self._order:
+            context = self.operation.context
+            seen = see(self.roster, context.participants)
+            places = places_of(seen, context.key) | {self.roster.rank: Place.of(self.now())}
+            plan = Plan(self._everyone, self._order, self._round)
+            return who_did_not_come(error, seen, context.key, places, plan, self.operation.seconds())
         return None
 
     def _somebody_gone(self, error: GroupsFailed) -> HoldfastError | None:
@@ -254,45 +283,6 @@ class _WarmUp(CollectiveTask):
             rank=gone[0].rank,
             missing=tuple(gone),
         )
-
-    def _who_did_not_come(self, error: DeadlineExceeded) -> HoldfastError | None:
-        """Return an error that says who arrived, and who did not, in the earliest group that is not done."""
-        seen, key = see(self.roster, self.operation.context.participants), self.operation.context.key
-        records = {
-            rank: one.vitals.operations.get(key, {}) for rank, one in seen.items() if one.vitals is not None
-        }
-        positions = {rank: int(record.get("position", 0)) for rank, record in records.items()}
-        positions[self.roster.rank] = self._position
-        stuck = []
-        for name, (description, ranks) in self._everyone.items():
-            # Below 0: the rank has not come to the group. 0: it is in it. Above 0: it is done with it.
-            ahead = {rank: positions.get(rank, -1) - self._order[rank].index(name) for rank in ranks}
-            absent = [rank for rank in ranks if ahead[rank] < 0]
-            if len(absent) < len(ranks) and any(count <= 0 for count in ahead.values()):
-                stuck.append((self._round[name], not absent, name, description, ranks, absent))
-        # The earliest round, because later rounds wait for it; in it first a group with an absent rank.
-        for _, _, name, description, ranks, absent in sorted(stuck)[:1]:
-            arrived = [rank for rank in ranks if rank not in absent]
-            # Of ranks that are all in the collective, those that can't go on keep the others.
-            why = {rank: seen[rank].ended or seen[rank].held() for rank in ranks}
-            culprits = absent or [rank for rank in arrived if why[rank]] or arrived
-            infos = tuple(describe(rank, seen[rank], time.time(), why[rank], key) for rank in culprits[:8])
-            free = records.get(culprits[0], {}).get("free") if culprits else None
-            memory = "" if free is None else f", with {size_text(free)} of GPU memory free"
-            where = (
-                f"{listed(arrived)} arrived, {listed(absent)} did not: {'; '.join(map(str, infos))}{memory}"
-                if absent
-                else f"all its ranks arrived, and its collective did not end{memory}: "
-                f"{'; '.join(map(str, infos))}"
-            )
-            return DeadlineExceeded(
-                f"The warm-up of process groups failed after {self.operation.seconds():.1f} s in "
-                f"{label(name, description, ranks)}: {where}.",
-                rank=culprits[0] if len(culprits) == 1 else None,
-                missing=infos or error.missing,
-                hint="A stack of that rank (py-spy dump --pid) shows more.",
-            )
-        return None
 
 
 def chosen_operations(operations: Sequence[str] | None) -> tuple[str, ...] | None:

@@ -1,0 +1,100 @@
+"""Which ranks keep a warm-up: by where each rank says that it is, in the groups and in their collectives."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast._groups.lifecycle.claims import label, listed
+from holdfast._roster.presence import Seen, describe
+from holdfast._values import Message, size_text
+from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is in a warm-up, by its presence message."""
+
+    position: int = -1
+    """The number of the group that it is at, in its own order."""
+    issued: bool | None = None
+    """Whether it has issued the collective that it is at; None where its backend does not tell."""
+    free: int | None = None
+    """Bytes of GPU memory."""
+
+    @classmethod
+    def of(cls, record: Message) -> Place:
+        position, issued, free = record.get("position"), record.get("issued"), record.get("free")
+        return cls(
+            position if isinstance(position, int) else -1,
+            issued if isinstance(issued, bool) else None,
+            free if isinstance(free, int) else None,
+        )
+
+
+class Plan(NamedTuple):
+    """What a warm-up does: description and ranks of each group by name, the order of each rank, and the round
+    of each group."""
+
+    groups: dict[str, tuple[str, list[int]]]
+    order: dict[int, list[str]]
+    rounds: dict[str, int]
+
+
+def places_of(seen: dict[int, Seen], key: str) -> dict[int, Place]:
+    """Return where ranks are in the warm-up of this key; nothing of a rank that is not in it."""
+    return {
+        rank: Place.of(one.vitals.operations[key])
+        for rank, one in seen.items()
+        if one.vitals is not None and key in one.vitals.operations
+    }
+
+
+def who_did_not_come(
+    error: RankFailed, seen: dict[int, Seen], key: str, places: dict[int, Place], plan: Plan, seconds: float
+) -> HoldfastError | None:
+    """Return an error that says who arrived, and who did not, in the earliest group that is not done; None if
+    a rank has ended, as `error` says."""
+    is_late = isinstance(error, DeadlineExceeded)
+    if not is_late and any(seen[info.rank].ended for info in error.missing):
+        return None
+    stuck = []
+    for name, (_, ranks) in plan.groups.items():
+        # Below 0: the rank has not come to the group. 0: it is in it. Above 0: it is done with it.
+        ahead = {rank: places.get(rank, Place()).position - plan.order[rank].index(name) for rank in ranks}
+        absent = [rank for rank in ranks if ahead[rank] < 0]
+        if len(absent) < len(ranks) and any(count <= 0 for count in ahead.values()):
+            inside = [rank for rank in ranks if ahead[rank] == 0]
+            stuck.append((plan.rounds[name], not absent, name, absent, inside))
+    if not stuck:
+        return None
+    # The earliest round, because later rounds wait for it; in it first a group with an absent rank.
+    _, _, name, absent, inside = min(stuck)
+    description, ranks = plan.groups[name]
+    arrived = [rank for rank in ranks if rank not in absent]
+    # Of ranks that are all in the collective, those that can't go on keep the others; else those that have
+    # not issued it.
+    why = {rank: seen[rank].ended or seen[rank].held() for rank in ranks}
+    held = [rank for rank in arrived if why[rank]]
+    issued = [rank for rank in inside if places[rank].issued]
+    not_issued = [rank for rank in inside if places[rank].issued is False]
+    culprits = absent or held or (not_issued if issued else []) or arrived
+    infos = tuple(describe(rank, seen[rank], time.time(), why[rank], key) for rank in culprits[:8])
+    free = places.get(culprits[0], Place()).free
+    memory = "" if free is None else f", with {size_text(free)} of GPU memory free"
+    them = f"{'; '.join(map(str, infos))}{memory}"
+    if absent:
+        where = f"{listed(arrived)} arrived, {listed(absent)} did not: {them}"
+    elif not_issued and issued:
+        where = f"{listed(issued)} issued the collective, {listed(not_issued)} did not: {them}"
+    else:
+        where = f"all its ranks arrived, and its collective did not end: {them}"
+    given_up = "" if is_late else ", without progress on any rank (stall_timeout),"
+    return type(error)(
+        f"The warm-up of process groups failed after {seconds:.1f} s{given_up} in "
+        f"{label(name, description, ranks)}: {where}.",
+        rank=culprits[0] if len(culprits) == 1 else None,
+        missing=infos or error.missing,
+        hint="A stack of that rank (py-spy dump --pid) shows more.",
+    )
