@@ -55,6 +55,7 @@ from holdfast._protocol.messages import (
 )
 from holdfast._protocol.rounds import act, agree, agree_on_replicas, collect, learn, own_answer, wait_for
 from holdfast._roster.base import is_foreign
+from holdfast._roster.presence import Seen, describe
 from holdfast._store.base import VISIBLE_WITHIN
 from holdfast._values import Json
 from holdfast.errors import CommitUnconfirmed, HoldfastError, RankFailed, RosterLost, from_message
@@ -263,16 +264,22 @@ def _look(context: Context, job: SaveActions, seconds: float, cause: HoldfastErr
 
 
 def _unconfirmed(context: Context, cause: HoldfastError) -> CommitUnconfirmed:
-    phase = context.phase
+    phase, known = context.phase, context.heard()
     context.enter("unconfirmed")
+    who = describe(context.committer, context.committer_seen or Seen(), context.clock.wall())
+    where = f" (host {who.host}, pid {who.pid})" if who.host else ""
+    whose = (
+        "all ranks had written" if known is not None and known.state == "agreed" else "this rank had written"
+    )
     return CommitUnconfirmed(
-        f"{context.title}: all ranks had written, but this rank could not learn whether the index was put in "
-        f"place ({cause.message})",
+        f"{context.title}: {whose}, but it could not learn whether the index was put in place "
+        f"({cause.message})",
         step=context.step,
         phase=phase,
-        rank=cause.rank,
-        missing=cause.missing,
-        hint="Once storage is reachable, `holdfast latest` tells; the checkpoint is whole or not there.",
+        rank=context.committer if cause.rank is None else cause.rank,
+        missing=cause.missing or ((who,) if who.host else ()),
+        hint=f"Rank {who.rank}{where} decides that. Once storage is reachable, `holdfast latest` tells; the "
+        "checkpoint is whole or not there.",
     )
 
 

@@ -168,6 +168,8 @@ class Context:
     """The outcome, once this rank knows it."""
     heard_outcome: Callable[[], Message | None] = lambda: None
     """Returns the outcome that the heart of this rank has seen."""
+    committer_seen: Seen | None = None
+    """What this rank has seen of the committer last."""
     is_decidable: bool = False
     """Whether this rank has done its part of the last round, so that all ranks may have agreed."""
     own: set[str] = field(default_factory=set)

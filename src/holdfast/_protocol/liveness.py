@@ -92,6 +92,7 @@ class PeerMonitor:
         self.looked, self.next_look = now, now + self.interval
         everyone = everyone or len(ranks)
         seen: dict[int, Seen] = yield Look(ranks)
+        context.committer_seen = seen.get(context.committer, context.committer_seen)
         goes_on = [self._goes_on(rank, one) for rank, one in seen.items()]
         self.moves += sum(goes_on)
         if any(goes_on) or context.limits.while_alive:

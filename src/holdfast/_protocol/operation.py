@@ -31,6 +31,8 @@ from holdfast.errors import HoldfastError, RankFailed, RosterLost, Spared, Unpla
 log = logging.getLogger("holdfast")
 TELL_EVERY = 10.0
 """Seconds between two lines of a log about a save or load that takes long."""
+LINGER = 1.0
+"""Seconds that a call which has failed waits for the others to hear why, where this process serves them."""
 _HINTS = {
     "save": "Nothing was committed; what was committed before is untouched.",
     "load": "The state may be partly overwritten; what is in storage is untouched.",
@@ -251,6 +253,8 @@ class Operation:
                 self._tell()
             return value
         except HoldfastError as error:
+            if not self.alone:
+                self.presence.beacon.see_off(LINGER)  # the caller may end this process at once
             if not isinstance(error, Unplaced | Spared):  # no failures: the call begins again
                 self.emit("raised", error=type(error).__name__, message=str(error))
             cause = collect_error.__cause__ if collect_error is not None else None

@@ -158,10 +158,11 @@ class Beacon:
         with suppress(RosterLost):
             self.send(self._bounded())
 
-    def see_off(self) -> None:
+    def see_off(self, seconds: float = SEE_OFF) -> None:
         """Wait until the others have left the operation that this rank has left last: they still read its
-        outcome, in a message store that ends with this process, or with its process group."""
-        roster, ends = self._bounded(), time.monotonic() + SEE_OFF
+        outcome, in a message store that ends with this process, or with its process group. At most for
+        `seconds`, and at once where another process serves the store."""
+        roster, ends = self._bounded(), time.monotonic() + seconds
         with suppress(RosterLost):
             others = [rank for rank in self._left_with if rank != self.who.rank]
             while roster is not None and others and roster.serves() and time.monotonic() < ends:
