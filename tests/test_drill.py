@@ -26,7 +26,7 @@ def test_one_scenario_is_measured_and_written_down(
     for row in results.rows:
         assert row.stock.named == ()
         assert row.stock.seconds >= 0.9 * late_group.STOCK_S
-        assert row.ours.named == (late_group.STOPPED,)
+        assert row.ours.named == (late_group.STUCK,)
     assert page.read_text() == document(results)
     lines = [line for line in page.read_text().splitlines() if line.startswith("| ms-swift 9486")]
     for line, row in zip(lines, results.rows, strict=True):
@@ -38,7 +38,7 @@ def test_one_scenario_is_measured_and_written_down(
 def test_an_expectation_that_does_not_hold_fails_the_drill(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SCENARIOS, NAME, lambda: late_group.run(stopped=None))  # stock then trains, too
+    monkeypatch.setitem(SCENARIOS, NAME, lambda: late_group.run(stuck=None))  # stock then trains, too
     page = tmp_path / "drill.md"
     assert main(["--only", NAME, "--page", str(page)]) == 1
     assert "not so: stock: the partner of the stopped rank waits" in capsys.readouterr().err
