@@ -20,7 +20,7 @@ import msgspec
 from holdfast._groups.audit.hazards import ProcessFacts
 from holdfast._heart import heart
 from holdfast._ready import ready
-from holdfast._values import size_text
+from holdfast._values import NO_JSON, size_text
 from holdfast.errors import BadInput, HoldfastError
 
 log = logging.getLogger("holdfast")
@@ -136,7 +136,7 @@ def ask(pid: int, timeout: float = 5.0) -> ProcessFacts | None:
         )
     try:
         return msgspec.json.decode(answer, type=ready(ProcessFacts))
-    except msgspec.MsgspecError as error:
+    except NO_JSON as error:
         raise BadInput(
             f"The answer of process {pid} is not that of this version of Holdfast ({error})."
         ) from None
