@@ -19,8 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from holdfast import _recording
+from holdfast._cli import doctor as doctor_command
 from holdfast._groups.audit import doctor
 from holdfast._groups.audit.hazards import ProcessFacts
 from holdfast._heart import heart
@@ -126,6 +128,23 @@ def test_a_user_who_plants_links_all_the_time_reaches_nothing(monkeypatch: pytes
             about = file.stat()
             if about.st_uid == 0 and file.suffix != ".jsonl" and not file.name.startswith("victim"):
                 assert stat.S_IMODE(about.st_mode) == 0o600, file
+
+
+def test_who_makes_the_folders_first_keeps_files_from_being_written_and_reaches_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with open_folder() as run:
+        for name in ("roll-calls", "events"):
+            (run / name).mkdir(mode=0o777)
+            os.chown(run / name, NOBODY, NOBODY)
+        recorder = Recorder(str(run), 0, 1)
+        for _ in range(2):
+            recorder._append(b"{}\n")
+        assert caplog.text.count("Events can't be recorded") == 1
+        done = CliRunner().invoke(doctor_command.command, ["--all", str(run)])
+        assert "A roll call can't be asked for" in str(done.exception)
+        assert shared_call.waiting_call(str(run), "job") is None
+        assert sorted(path.name for path in run.rglob("*")) == ["events", "roll-calls"]
 
 
 # -- the doctor's socket ---------------------------------------------------------------------------------
