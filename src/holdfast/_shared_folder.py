@@ -13,6 +13,7 @@ import os
 import secrets
 import stat
 from contextlib import suppress
+from io import BufferedReader
 from typing import Self
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -100,15 +101,25 @@ class SharedFolder:
     def rename(self, name: str, other: str) -> None:
         os.replace(name, other, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
-    def read(self, name: str, most: int) -> bytes:
-        """Return the content of a plain file. Raises OSError for what is none, is another user's, or has more
-        than `most` bytes."""
+    def list(self) -> list[str]:
+        return os.listdir(self._fd)
+
+    def open(self, name: str) -> BufferedReader:
+        """Open a plain file for reading. Raises OSError for what is none, or is another user's."""
         # Opening a FIFO would wait for its other end.
-        fd = os.open(name, _FILE | os.O_RDONLY | os.O_NONBLOCK, dir_fd=self._fd)
-        with os.fdopen(fd, "rb") as file:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > most or not self._is_own(status):
-                raise PermissionError(errno.EPERM, "no plain file of this user's of such a size", name)
+        file = os.fdopen(os.open(name, _FILE | os.O_RDONLY | os.O_NONBLOCK, dir_fd=self._fd), "rb")
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or not self._is_own(status):
+            file.close()
+            raise PermissionError(errno.EPERM, "no plain file of this user's", name)
+        return file
+
+    def read(self, name: str, most: int) -> bytes:
+        """Return the content of a plain file, as `open` does. Raises OSError also for one that has more than
+        `most` bytes."""
+        with self.open(name) as file:
+            if os.fstat(file.fileno()).st_size > most:
+                raise OSError(errno.EFBIG, "it is too large", name)
             return file.read(most)
 
     def close(self) -> None:

@@ -5,12 +5,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 Buffer = Any
 """Anything with the buffer protocol, which has a name from Python 3.12 on."""
 Json = Any
 """A JSON value. Code that reads one from a message checks it."""
 Message = dict[str, Json]
 """A JSON object: what ranks send each other."""
+NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not JSON of the wanted type."""
 ReportProgress = Callable[[int, int], None]
 """Called with the bytes done so far, and the bytes in all."""
 

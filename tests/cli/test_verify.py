@@ -177,6 +177,13 @@ def test_a_run_is_all_its_committed_steps(kept: Path, tmp_path: Path, run: Run, 
     assert "step-00000002: damaged" in shown
 
 
+def test_a_run_without_a_step_that_can_be_checked_is_not_called_whole(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "run" / "step-00000001" / "data").mkdir(parents=True)  # a save that was killed
+    found = run("verify", tmp_path / "run")
+    assert found.exit_code == 2
+    assert "no committed step" in found.stderr
+
+
 def test_a_link_out_of_the_checkpoint_is_not_followed(
     checkpoint: Path, tmp_path: Path, run_json: Json
 ) -> None:

@@ -192,8 +192,9 @@ def test_signs_of_life_are_given_and_end_with_the_last_user(
     wait_until(lambda: "holdfast-owner" not in [thread.name for thread in threading.enumerate()])
 
 
-def test_a_damaged_owner_file_stops_nobody(tmp_path: Path) -> None:
-    (tmp_path / OWNER).write_text("{")
+@pytest.mark.parametrize("content", [b"{", b'{"host":"\xff"}', b'{"a":' + b"[" * 50_000])
+def test_a_damaged_owner_file_stops_nobody(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / OWNER).write_bytes(content)
     with holdfast.Checkpoints(tmp_path, asynchronous=False) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)})
         assert checkpoints.steps() == [1]

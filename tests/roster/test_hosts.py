@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import subprocess
@@ -11,9 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from holdfast._roster.links import HELD
+from holdfast._roster.process import children_of
+from tests.roster.stranger_on_host import ATTACKS, FLOOD
 from tests.support.hosts import Hosts, reason_not
 from tests.support.waiting import ended
 
@@ -27,7 +32,7 @@ class Rank:
     def __init__(self, hosts: Hosts, rank: int, world: int, port: int, folder: str) -> None:
         head = hosts.address(world)
         words = [str(word) for word in (rank, world, head, port)]
-        self.hosts = hosts
+        self.hosts, self.port = hosts, port
         self.process = hosts.start(
             rank,
             [sys.executable, "-m", "tests.roster.rank_on_host", *words],
@@ -237,6 +242,45 @@ def test_a_rank_that_one_neighbour_still_reaches_is_not_given_up_by_the_other(
     for rank in ranks:
         see(rank, 2)  # it has spoken, and is watched again
     save(ranks, 4)
+
+
+# -- a stranger on the host of the store, at the ports of the ranks ---------------------------------------
+
+
+def memory(process: int) -> int:
+    """Return the bytes that a process has in memory."""
+    text = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    return int(text.partition("VmRSS:")[2].split()[0]) << 10
+
+
+@pytest.mark.parametrize("what", ATTACKS)
+def test_a_stranger_at_the_ports_ends_nothing_and_costs_little(
+    what: str, pair: tuple[Hosts, list[Rank]]
+) -> None:
+    """He goes on for longer than `lost_after`."""
+    hosts, ranks = pair
+    begin(ranks, 1, lost_after=3.0)
+    pids = [children_of(rank.process.pid)[0] for rank in ranks]
+    before = [memory(pid) for pid in pids]
+    address, port = hosts.address(2), ranks[0].port
+    words = [address, str(port), "2", what, "8"]
+    stranger = hosts.start(2, [sys.executable, "-m", "tests.roster.stranger_on_host", *words])
+    assert stranger.stdout is not None
+    line = stranger.stdout.readline().split()
+    most = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
+    assert line[:1] == ["made"], line
+    assert int(line[1]) >= (FLOOD if what == "flood" else 100)
+    for rank in ranks:
+        assert not [line for line in rank.heard() if not line.startswith("sees ")]
+    assert max(most) < HELD + 100
+    for pid, then in zip(pids, before, strict=True):
+        assert memory(pid) - then < 64 << 20
+    for rank in ranks:
+        rank.do("end")
+    for rank in ranks:
+        rank.said("through")
+    save(ranks, 10 + list(ATTACKS).index(what))
+    see(ranks[0], 1)
 
 
 def test_a_rank_that_is_killed_on_another_host_ends_the_others_soon(

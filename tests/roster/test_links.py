@@ -22,7 +22,7 @@ import pytest
 
 from holdfast._heart import heart
 from holdfast._roster import links
-from holdfast._roster.links import HELD, Link, Listener, knock
+from holdfast._roster.links import BACKLOG, HELD, Link, Listener, knock
 from tests.support.threads import in_a_fork
 from tests.support.waiting import wait_until
 
@@ -35,9 +35,16 @@ from holdfast._roster.links import Listener
 from tests.support.gil import hold_the_gil
 class Listens:
     interval = 60.0
+    listener = None
     def beat(self):
-        self.listener = Listener("127.0.0.1", "{TOKEN}", lambda: print("knock", flush=True))
+        if self.listener is not None:
+            self.listener.accept()
+            return
+        self.listener = Listener("127.0.0.1", "{TOKEN}", self.knocked)
         print(self.listener.port, flush=True)
+    def knocked(self):
+        print("knock", flush=True)
+        heart.hurry(self)
     def close(self):
         self.listener.close()
 listens = Listens()
@@ -309,6 +316,27 @@ def test_strangers_get_the_token_and_cost_nothing(hands: Hands, other: Other) ->
         for stranger in crowd:
             stranger.close()
         wait_until(lambda: path(hands, link) == "OPEN" and other.descriptors() == before + 1)
+
+
+def test_a_stranger_who_connects_as_fast_as_the_heart_accepts_does_not_hold_it_up(hands: Hands) -> None:
+    made: list[socket.socket] = []
+
+    def connect() -> None:
+        """For each connection that is accepted, one more waits."""
+        if len(made) < 4 * BACKLOG:
+            made.append(socket.create_connection(("127.0.0.1", listener.port), 10))
+
+    with socket.socket() as stranger:
+        listener = hands.do(lambda: Listener("127.0.0.1", TOKEN, connect))
+        stranger.connect(("127.0.0.1", listener.port))
+        wait_until(lambda: made)
+        assert hands.do(lambda: len(made)) <= BACKLOG
+        for _ in range(4):
+            hands.do(listener.accept)  # as at beats
+        wait_until(lambda: len(made) == 4 * BACKLOG)
+        hands.do(listener.close)
+    for one in made:
+        one.close()
 
 
 def test_what_a_stranger_hears_is_the_token_alone(other: Other) -> None:

@@ -82,7 +82,7 @@ def test_messages_of_an_earlier_incarnation_are_not_seen(monkeypatch: pytest.Mon
 
 
 def test_what_is_not_a_message_is_refused() -> None:
-    for bad in (b"\x80\x04K\x01.", b"[1, 2]", b"not json"):
+    for bad in (b"\x80\x04K\x01.", b"[1, 2]", b"not json", b'{"a":"\xff"}', b'{"a":' + b"[" * 50_000):
         with pytest.raises(RosterLost, match="not what a rank of Holdfast writes"):
             decode(bad, "k")
     assert decode(b'{"a":1}', "k") == {"a": 1}

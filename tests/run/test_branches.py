@@ -179,10 +179,20 @@ def test_a_step_kept_by_another_rule_stays_behind(tmp_path: Path) -> None:
     assert newest(tmp_path) == (1600, -1600)
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"left": [1]}', '{"left": {"../x": "00"}, "version": "0"}'])
-def test_a_damaged_list_is_an_empty_one(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"left": [1]}',
+        b'{"left": {"../x": "00"}, "version": "0"}',
+        b'{"left": {"\xff": "00"}}',
+        b'{"a":' + b"[" * 50_000,
+    ],
+)
+def test_a_damaged_list_is_an_empty_one(tmp_path: Path, content: bytes) -> None:
     train(tmp_path, 1000, 2000)
-    (tmp_path / LEFT).write_text(content)
+    (tmp_path / LEFT).write_bytes(content)
     assert newest(tmp_path) == (2000, 2000)
     with checkpoints(tmp_path) as made:
         made.restore(state(0), 1000)

@@ -43,7 +43,8 @@ def test_a_call_that_was_asked_for_waits_for_each_job(tmp_path: Path) -> None:
 
 
 def test_a_damaged_part_is_not_read(tmp_path: Path) -> None:
-    for damage in (b"{", b'{"job":"a","world_size":1000000000000,"program":"p"}'):
+    too_many = b'{"job":"a","world_size":1000000000000,"program":"p"}'
+    for damage in (b"{", too_many, b'{"job":"\xff"}', b'{"a":' + b"[" * 2000 + b"]" * 2000 + b"}"):
         (tmp_path / "job-0").write_bytes(damage)
         assert parts(str(tmp_path)) == []
     assert "\x1b" not in Part("a", 2, "train\x1b[31m.py").said()

@@ -38,7 +38,10 @@ def command(ctx: click.Context, pid: int | None, folder: str | None, as_json: bo
     as `holdfast diagnose` does. It disturbs nothing. Exit code 1 if that is not decided.
     """
     if folder is not None:
-        path = ask_for_call(folder, "holdfast doctor --all asks")
+        try:
+            path = ask_for_call(folder, "holdfast doctor --all asks")
+        except OSError as error:
+            raise BadInput(f"A roll call can't be asked for in {folder}: {error.strerror}.") from None
         if not wait_for_answers(path, ANSWERED):
             raise BadInput(
                 f"No rank has answered in {path} within {ANSWERED:g} s.",

@@ -19,7 +19,7 @@ from holdfast._collector import collector_paused
 from holdfast._format.limits import DATA_HEADER_BYTES, bounded_memory, check_size
 from holdfast._layout.tensor import Dims
 from holdfast._ready import ready
-from holdfast._values import shortened
+from holdfast._values import NO_JSON, shortened
 from holdfast.errors import BadInput, CorruptCheckpoint
 
 ALIGN = 64
@@ -123,7 +123,7 @@ def parse_header(raw: bytes, size: int, where: str) -> Header:
 
 def _parsed(text: bytes, where: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     try:
-        with collector_paused(), suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        with collector_paused(), suppress(*NO_JSON):
             if (found := _quickly_parsed(text)) is not None:
                 return found
         values = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)

@@ -31,6 +31,7 @@ from holdfast._store.run_folder import (
     is_only_marked,
     is_spelled_as_ours,
 )
+from holdfast._values import NO_JSON
 from holdfast.errors import HoldfastError
 
 log = logging.getLogger("holdfast")
@@ -148,7 +149,7 @@ def _is_ours(step: Store, name: str) -> bool:
     if name == METADATA:
         return is_only_marked(step)
     if name == CONFIG:
-        with suppress(HoldfastError, msgspec.MsgspecError):
+        with suppress(HoldfastError, *NO_JSON):
             return bool(msgspec.json.decode(read_file(step, CONFIG) or b"") == HOLDFAST_CONFIG)
         return False
     return name == INDEX or name.startswith(HIDDEN)

@@ -33,7 +33,7 @@ from holdfast._store.base import Folder, Reader, Store
 from holdfast._store.pins import Pin
 from holdfast._store.run_folder import own_steps
 from holdfast._values import ReportProgress
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, NotCommitted
 
 
 class Verified(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class VerifiedRun(msgspec.Struct, frozen=True):
 def verify(
     path: Folder, quick: bool = False, threads: int = 1, progress: ReportProgress = lambda done, total: None
 ) -> Verified | VerifiedRun:
-    """Check a checkpoint, or every committed step of a run folder."""
+    """Check a checkpoint, or every committed step of a run folder. Raises NotCommitted if there is none."""
     store, is_run = checkpoint_or_run(path)
     steps: list[Verified] = []
     # Without steps of other formats, because these have no digests.
@@ -73,6 +73,11 @@ def verify(
                 steps.append(_verify(step, quick, threads, progress))
     if not is_run:
         return steps[0]
+    if not steps:  # nothing was checked, which does not make it whole
+        raise NotCommitted(
+            f"{store.url} has no committed step of Holdfast's to check.",
+            hint="`holdfast inspect` shows what there is.",
+        )
     return VerifiedRun(store.url, all(step.whole for step in steps), tuple(steps))
 
 

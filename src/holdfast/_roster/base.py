@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from holdfast._ready import ready
-from holdfast._values import Message
+from holdfast._values import NO_JSON, Message
 from holdfast.errors import HoldfastError, RosterLost
 
 
@@ -100,7 +100,7 @@ def get_ours(roster: Roster, keys: Sequence[str]) -> list[Message | None]:
 def decode(data: bytes, key: str) -> Message:
     try:
         return msgspec.json.decode(data, type=ready(Message))
-    except (msgspec.DecodeError, ValueError) as error:
+    except NO_JSON as error:
         # A store with foreign messages can't be trusted to decide a call, so it counts as lost.
         raise RosterLost(
             f"The message {key!r} is not what a rank of Holdfast writes ({error}).", details={"foreign": True}

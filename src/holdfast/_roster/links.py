@@ -25,7 +25,7 @@ from enum import Enum, auto
 from holdfast._heart import heart
 
 BACKLOG = 128
-"""Connections that the kernel accepts while the process does not."""
+"""Connections that the kernel accepts while the process does not, and that are taken between two beats."""
 HELD = 64
 """Connections that are held open; for more, which strangers make, the oldest are closed."""
 CONNECT_WITHIN = 1.0
@@ -68,18 +68,20 @@ class Listener:
         self._socket.close()
 
     def accept(self) -> None:
-        """Hold connections that were made. To be called now and then, too: with no descriptor left, the heart
-        looks here no more."""
+        """Hold connections that were made, so many at most. To be called now and then, too: with no
+        descriptor left, or after so many, the heart looks here no more."""
         try:
-            while True:
+            for _ in range(BACKLOG):
                 connection, _ = self._socket.accept()
                 self._hold(connection)
                 self._on_knock()
         except BlockingIOError:
             heart.on_readable(self._socket, self.accept)
+            return
         except OSError:
-            # The connection waits on, and would wake the heart again and again.
-            heart.forget(self._socket)
+            pass  # the connection waits on, and would wake the heart again and again
+        # After so many, too: a stranger may connect as fast as the heart accepts, which has more to do.
+        heart.forget(self._socket)
 
     def _hold(self, connection: socket.socket) -> None:
         connection.setblocking(False)

@@ -32,6 +32,7 @@ from holdfast._ready import ready
 from holdfast._roster.process import Identity, this_process
 from holdfast._store.base import VERSION_BYTES, NotFound, Store
 from holdfast._threads import start_thread, within
+from holdfast._values import NO_JSON
 from holdfast.errors import Conflict, HoldfastError
 
 log = logging.getLogger("holdfast")
@@ -193,7 +194,7 @@ class Lease:
             data = reader.read(0, 1 << 16)
         try:
             return msgspec.json.decode(data, type=ready(Owner)), data[-VERSION_BYTES:]
-        except msgspec.MsgspecError:
+        except NO_JSON:
             return None, data[-VERSION_BYTES:]
 
     def _write(self, owner: Owner, replacing: bytes | None) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from holdfast._format.names import LEFT
 from holdfast._ready import ready
 from holdfast._store.base import VERSION_BYTES, NotFound, Store, replace_file, version_of
+from holdfast._values import NO_JSON
 from holdfast.errors import StorageError
 
 log = logging.getLogger("holdfast")
@@ -45,7 +46,7 @@ def left_behind(store: Store) -> dict[str, str]:
         data = reader.read(0, _MOST)
     try:
         return msgspec.json.decode(data, type=ready(_Left)).left
-    except msgspec.MsgspecError as error:
+    except NO_JSON as error:
         log.warning("%s/%s can't be read, and counts as empty: %s.", store.url, LEFT, error)
         return {}
 

@@ -20,7 +20,7 @@ from holdfast._format.container import HeaderEntry
 from holdfast._layout.box import whole
 from holdfast._layout.tensor import CODE_OF, DTYPES, TensorSpec
 from holdfast._ready import ready
-from holdfast._values import shortened
+from holdfast._values import NO_JSON, shortened
 from holdfast.errors import BadInput, CorruptCheckpoint
 
 WEIGHTS = "model.safetensors"
@@ -80,7 +80,7 @@ def decode(data: bytes, kind: type[T], where: str) -> T:
     """Parse a JSON file. CorruptCheckpoint if it is none of this kind."""
     try:
         return msgspec.json.decode(data, type=ready(kind))
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except NO_JSON as error:
         raise CorruptCheckpoint(f"{where} can't be read: {shortened(str(error))}.") from None
 
 

@@ -19,6 +19,7 @@ import msgspec
 
 from holdfast._ready import ready
 from holdfast._shared_folder import SharedFolder
+from holdfast._values import NO_JSON
 from holdfast._watch.collector import RANKS
 from holdfast._watch.evidence import Rank
 
@@ -104,9 +105,10 @@ def waiting_call(folder: str, job: str) -> tuple[str, str] | None:
     A call of another user is not answered, unless root has made it.
     """
     try:
-        name = max(os.listdir(os.path.join(folder, ROLL_CALLS)), default="")
+        with SharedFolder(folder, ROLL_CALLS) as calls:
+            name = max(calls.list(), default="")
         path = os.path.join(folder, ROLL_CALLS, name)
-        if not name or time.time() - os.stat(path).st_mtime > YOUNG:
+        if not name or time.time() - os.lstat(path).st_mtime > YOUNG:
             return None
         known = parts(path)
         if any(part.job == job for part in known):
@@ -115,14 +117,14 @@ def waiting_call(folder: str, job: str) -> tuple[str, str] | None:
             return name, "another job that shares its folder has called"
         with folder_of(path) as call:
             return name, msgspec.json.decode(call.read(ASKED, SMALL), type=ready(str))
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *NO_JSON):
         return None
 
 
 def parts(path: str, of_anyone: bool = False) -> list[Part]:
     """Return the jobs that have a part in a call so far. of_anyone: also those of other users."""
     found: list[Part] = []
-    with suppress(OSError, msgspec.DecodeError), folder_of(path, of_anyone=of_anyone) as call:
+    with suppress(OSError, *NO_JSON), folder_of(path, of_anyone=of_anyone) as call:
         for number in range(JOBS):
             part = msgspec.json.decode(call.read(f"job-{number}", SMALL), type=ready(Part))
             if not (0 < part.world_size <= RANKS and part.first == sum(one.world_size for one in found)):
@@ -162,7 +164,7 @@ def read_answers(path: str, jobs: Iterable[Part]) -> tuple[dict[str, Any], bool]
                     whole = whole and bool(
                         found[name]["roll_call"]["later"] or found[name]["roll_call"]["endings"]
                     )
-                except (OSError, msgspec.DecodeError, LookupError, TypeError):
+                except (OSError, *NO_JSON, LookupError, TypeError):
                     whole = False
     return found, whole
 

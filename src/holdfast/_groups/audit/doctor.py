@@ -20,7 +20,7 @@ import msgspec
 from holdfast._groups.audit.hazards import ProcessFacts
 from holdfast._heart import heart
 from holdfast._ready import ready
-from holdfast._values import size_text
+from holdfast._values import NO_JSON, size_text
 from holdfast.errors import BadInput, HoldfastError
 
 log = logging.getLogger("holdfast")
@@ -46,12 +46,9 @@ class _Doctor:
 
     def __init__(self, sock: socket.socket, facts: Callable[[], ProcessFacts]) -> None:
         self._sock, self._facts = sock, facts
-        self._begun = False
 
     def beat(self) -> None:
-        if not self._begun:
-            self._begun = True
-            heart.on_readable(self._sock, self._answer)
+        heart.on_readable(self._sock, self._answer)
 
     def close(self) -> None:
         heart.forget(self._sock)
@@ -59,6 +56,9 @@ class _Doctor:
 
     def _answer(self) -> None:
         connection, _ = self._sock.accept()
+        # The next one at the next beat: another user may connect without pause.
+        heart.forget(self._sock)
+        heart.hurry(self)
         with connection:
             connection.settimeout(WITHIN)
             # The kernel says who the client is. It sends nothing, so there is nothing to parse or trust.
@@ -78,8 +78,12 @@ def serve(facts: Callable[[], ProcessFacts]) -> bool:
             return False
         with suppress(OSError, AttributeError):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.bind(_address(os.getpid()))
-            sock.listen(4)
+            try:
+                sock.bind(_address(os.getpid()))
+                sock.listen(4)
+            except OSError:
+                sock.close()
+                raise
             doctor = _serving[os.getpid()] = _Doctor(sock, facts)
             try:
                 heart.begin(doctor, 0.0)
@@ -136,7 +140,7 @@ def ask(pid: int, timeout: float = 5.0) -> ProcessFacts | None:
         )
     try:
         return msgspec.json.decode(answer, type=ready(ProcessFacts))
-    except msgspec.MsgspecError as error:
+    except NO_JSON as error:
         raise BadInput(
             f"The answer of process {pid} is not that of this version of Holdfast ({error})."
         ) from None
