@@ -94,7 +94,7 @@ DATA = {"holdfast._io.file_reader", "holdfast._format.objects"}
         ("--help", 24, 120, {"numpy", "msgspec", "holdfast._store", "holdfast.errors"}),
         ("latest", 50, 155, {"numpy", "holdfast._format.index"}),
         ("inspect", 160, 280, DATA),
-        ("inspect an object", 176, 295, set()),
+        ("inspect an object", 176, 298, set()),
     ],
 )
 def test_what_is_imported_at_the_start(
