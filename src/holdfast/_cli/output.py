@@ -17,7 +17,7 @@ from holdfast._values import printable
 
 if TYPE_CHECKING:
     from holdfast._maintenance.diff import Compared
-    from holdfast._maintenance.same import Same
+    from holdfast._maintenance.verdict import Same
 
 Report = TypeVar("Report")
 
