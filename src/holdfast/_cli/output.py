@@ -131,9 +131,7 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    shown = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*shown, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
+    with _bar.progress(Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(printable(title), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
