@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
 import shutil
 import time
@@ -11,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
+from safetensors.torch import save_file
 
 import holdfast
 from holdfast import dcp
@@ -221,3 +225,62 @@ def test_inspect_of_a_run_does_not_take_a_marker_for_a_checkpoint(tmp_path: Path
     assert code == 0
     listed = [(step["step"], step["committed"], step["created"] is None) for step in found["steps"]]
     assert listed == [(3, True, False), (12, False, True)]
+
+
+def test_inspect_opens_what_a_load_opens(tmp_path: Path, run: Run, run_json: Json) -> None:
+    """torch DCP, megatron-core's torch_dist, and a model of safetensors, such as a Trainer's checkpoint."""
+    state = {"m": {"w": torch.ones(4, 6), "b": torch.ones(4, dtype=torch.bfloat16)}}
+    torch_dcp.save({**state, "step": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    shutil.copytree(tmp_path / "dcp", tmp_path / "torch_dist")
+    (tmp_path / "torch_dist" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    model = tmp_path / "run" / "checkpoint-8"
+    model.mkdir(parents=True)
+    save_file({f"m.{name}": value for name, value in state["m"].items()}, model / "model.safetensors")
+    (model / "trainer_state.json").write_text("{}")
+    for place, objects, said in (
+        (tmp_path / "dcp", 1, "torch DCP or megatron-core (torch_dist)"),
+        (tmp_path / "torch_dist", 1, "torch DCP or megatron-core (torch_dist)"),
+        (model, 0, "safetensors of Hugging Face"),
+    ):
+        text = run("inspect", place).stdout
+        assert f"format    {said}" in text
+        assert "m.w" in text
+        assert "[4, 6]" in text
+        found, code = run_json("inspect", place, "--name", "m.*")
+        assert code == 0
+        assert (found["format"], found["tensors"], found["objects"], found["matched"]) == (
+            said,
+            2,
+            objects,
+            2,
+        )
+        assert {row["name"]: (row["dtype"], row["shape"], row["bytes"]) for row in found["shown"]} == {
+            "m.b": ("bfloat16", [4], 8),
+            "m.w": ("float32", [4, 6], 96),
+        }
+        assert {total["dtype"]: total["bytes"] for total in found["totals"]} == {"bfloat16": 8, "float32": 96}
+        on_disk = sum((place / file["name"]).stat().st_size for file in found["files"])
+        assert found["bytes"] == on_disk > 0
+    assert "<" in run_json("inspect", tmp_path / "dcp", "--name", "step")[0]["shown"][0]["value"]
+    assert len(run_json("inspect", model, "--limit", "1")[0]["shown"]) == 1
+
+
+def test_inspect_of_torch_dcp_with_damaged_metadata_is_a_sentence(tmp_path: Path, run: Run) -> None:
+    torch_dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = tmp_path / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:50])
+    said = run("inspect", tmp_path)
+    assert said.exit_code == 2
+    assert "can't be read as the metadata of a torch_dist checkpoint" in said.stderr
+
+
+def test_inspect_executes_nothing_of_a_checkpoint(tmp_path: Path, run: Run) -> None:
+    """Of torch's own pickle, which loading would run."""
+
+    class Bad:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {"w": Bad()}}))
+    assert run("inspect", tmp_path).exit_code == 2
+    assert not (tmp_path / "executed").exists()

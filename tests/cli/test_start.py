@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
 from holdfast._cli import COMMANDS, cli
@@ -61,6 +62,8 @@ def test_no_command_imports_torch(checkpoint: Path, kept: Path) -> None:
         "export",
         "same",
     }  # these write torch's own archives
+    torch_dcp.save({"w": torch.ones(2)}, checkpoint_id=checkpoint.parent / "dcp", no_dist=True)
+    calls.append(("inspect", checkpoint.parent / "dcp"))
     for call in calls:
         code, modules = modules_after(*call)
         assert code == 0, call

@@ -150,7 +150,7 @@ def test_another_dtype_is_compared_in_the_less_exact_one(tmp_path: Path) -> None
     )
     found = holdfast.same(a, b)
     assert found.same
-    assert sorted(found.converted) == sorted(exact)
+    assert found.converted == dict.fromkeys(exact, "bfloat16")
     other = spread(changed(rounded, "norm", 3), tmp_path / "c", 2)
     assert [one.name for one in holdfast.same(other, a).different] == ["norm"]
 
@@ -165,10 +165,11 @@ def test_rounding_is_told_and_what_a_dtype_holds_exactly_is_not(tmp_path: Path) 
     )
     found = holdfast.same(tmp_path / "exact", tmp_path / "bf16")
     assert found.same
-    assert found.converted == ("a", "b", "c")
+    assert found.converted == dict.fromkeys("abc", "bfloat16")
     assert found.rounded == {"a": "bfloat16"}
     said = CliRunner().invoke(cli, ["same", str(tmp_path / "bf16"), str(tmp_path / "exact")])
     assert said.exit_code == 0
+    assert "Compared as bfloat16: 3 tensors, a, b, c." in said.output
     assert "Rounded for this: 'a' to bfloat16." in said.output
 
 
@@ -336,9 +337,9 @@ def test_bad_places_are_one_sentence(tmp_path: Path) -> None:
         holdfast.same(a, tmp_path / "b")
     told = [
         holdfast.fingerprint(weights(dtype=dtype), job=holdfast.Job(no_dist=True))
-        for dtype in (torch.float32, torch.half)
+        for dtype in (torch.half, torch.bfloat16)
     ]
-    with pytest.raises(BadInput, match="are of one dtype"):
+    with pytest.raises(BadInput, match=r"is float16 in the live .* bfloat16 .* can't be told"):
         holdfast.same(*told)
     (file,) = (tmp_path / "a" / "data").iterdir()
     file.write_bytes(file.read_bytes()[:-1])
@@ -522,3 +523,142 @@ def test_a_rank_that_does_not_come_is_named_and_the_next_call_is_as_ever() -> No
 
     told = on_ranks(2, job)
     assert told[0] == told[1] == holdfast.fingerprint(weights(), job=holdfast.Job(no_dist=True))
+
+
+CASTS = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float64, torch.float32),
+    (torch.float64, torch.bfloat16),
+]
+
+
+def fingerprint_of(state: dict[str, torch.Tensor], ranks: int = 3) -> Any:
+    """Of a state whose tensors each rank holds some rows of, the last one the most."""
+
+    def job(roster: Any) -> Any:
+        mine: dict[str, object] = {}
+        for name, tensor in state.items():
+            if not tensor.dim() or tensor.shape[0] < ranks:
+                mine[name] = tensor
+                continue
+            low = roster.rank
+            high = tensor.shape[0] if low == ranks - 1 else low + 1
+            mine[name] = holdfast.Shard(
+                tensor[low:high], tuple(tensor.shape), (low, *[0] * (tensor.dim() - 1))
+            )
+        return holdfast.fingerprint(mine, job=holdfast.Job(roster=roster, timeout=30, stall_timeout=10))
+
+    return on_ranks(ranks, job)[0]
+
+
+@pytest.mark.parametrize("options", [MARKED, PLAIN], ids=["fingerprints", "read"])
+@pytest.mark.parametrize(("exact", "less"), CASTS, ids=lambda dtype: str(dtype)[6:])
+def test_a_live_state_is_compared_as_the_folder_stores_it(
+    tmp_path: Path, exact: torch.dtype, less: torch.dtype, options: holdfast.Options
+) -> None:
+    state = {name: (1.1 * tensor).to(exact) for name, tensor in weights(dtype=torch.float64).items()}
+    stored = {name: tensor.to(less) for name, tensor in state.items()}
+    a = spread(stored, tmp_path / "a", 2, options=options)
+    live = fingerprint_of(state)
+    for places in ((live, a), (a, live), (live, fingerprint_of(stored))):
+        found = holdfast.same(*places)
+        assert found.same
+        assert found.converted == dict.fromkeys(state, str(less)[6:])
+        assert set(found.rounded) == set(state) - {"none"}
+        assert str(found) == f"the same: 5 tensors; compared as {str(less)[6:]}: 5 tensors"
+    assert holdfast.same(live, a).bytes_read == (
+        0 if options.fingerprint else sum(tensor.nbytes for tensor in stored.values())
+    )
+    # An element of the folder is its neighbour, and one of the state so much more that it rounds otherwise.
+    bits = {4: torch.int32, 2: torch.int16}[less.itemsize]
+    stored["head"].view(bits)[32, 6] ^= 1
+    b = spread(stored, tmp_path / "b", 2, options=options)
+    assert [one.name for one in holdfast.same(live, b, where=True).different] == ["head"]
+    changed_norm = state["norm"].clone()
+    changed_norm[18] *= 1 + torch.finfo(less).eps
+    (one,) = holdfast.same(fingerprint_of({**state, "norm": changed_norm}), a).different
+    assert (one.name, one.b) == ("norm", f"{str(less)[6:]}[19]")
+    assert "different: 1 tensor" in str(holdfast.same(live, b))
+
+
+@pytest.mark.parametrize("options", [MARKED, PLAIN], ids=["fingerprints", "read"])
+def test_rounding_is_to_the_nearest_and_keeps_what_is_special(
+    tmp_path: Path, options: holdfast.Options
+) -> None:
+    patterns = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x80000000, 0x7F800000, 0xFF800000]
+    patterns += [0x00010000, 0x00018000, 0x80028000, 0x007FFFFF]  # subnormal
+    even = [0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x8000, 0x7F80, 0xFF80, 0x0001, 0x0002, 0x8002, 0x0080]
+    live = {"w": torch.from_numpy(np.asarray(patterns * 3, np.uint32).view(np.float32))}
+    stored = torch.from_numpy(np.asarray(even * 3, np.uint16).view(np.int16)).view(torch.bfloat16)
+    holdfast.save({"w": stored}, tmp_path / "a", job=holdfast.Job(no_dist=True, options=options))
+    assert holdfast.same(fingerprint_of(live), tmp_path / "a").same
+    for place, bits in ((0, 0x3F81), (4, 0), (6, 0x7F80), (8, 0x0001), (7, 0)):
+        other = stored.clone()
+        other.view(torch.int16)[place] = bits
+        folder = tmp_path / f"b {place} {bits}"
+        holdfast.save({"w": other}, folder, job=holdfast.Job(no_dist=True, options=options))
+        assert not holdfast.same(fingerprint_of(live), folder).same
+
+
+@pytest.mark.parametrize("options", [MARKED, PLAIN], ids=["fingerprints", "read"])
+def test_a_nan_that_another_device_cast_is_a_nan(tmp_path: Path, options: holdfast.Options) -> None:
+    exact = torch.arange(6.0).reshape(3, 2)
+    exact[1, 1] = float("nan")
+    alone = holdfast.Job(no_dist=True, options=options)
+    holdfast.save({"w": exact}, tmp_path / "exact", job=alone)
+    for bits in (0x7FC0, 0x7FFF, -1):
+        stored = exact.bfloat16()
+        stored.view(torch.int16)[1, 1] = bits
+        folder = tmp_path / f"{bits}"
+        holdfast.save({"w": stored}, folder, job=alone)
+        assert holdfast.same(fingerprint_of({"w": exact}), folder).same
+        assert holdfast.same(tmp_path / "exact", folder).same
+        # In one dtype bits are compared.
+        assert holdfast.same(fingerprint_of({"w": stored}), folder).same
+    holdfast.save({"w": exact.nan_to_num().bfloat16()}, tmp_path / "number", job=alone)
+    assert not holdfast.same(fingerprint_of({"w": exact}), tmp_path / "number").same
+    assert not holdfast.same(fingerprint_of({"w": exact.nan_to_num()}), folder).same
+    assert not holdfast.same(tmp_path / "exact", tmp_path / "number").same
+    # Of a live state that is less exact only a fingerprint of its own bits is known.
+    with pytest.raises(BadInput, match=r"'w' has NaN, and is bfloat16 in the live state.* can't be told"):
+        holdfast.same(fingerprint_of({"w": stored}), tmp_path / "exact")
+
+
+@pytest.mark.parametrize("options", [MARKED, PLAIN], ids=["fingerprints", "read"])
+@pytest.mark.parametrize("case", LOST)
+def test_a_value_of_a_live_state_that_rounding_lost_is_a_difference(
+    tmp_path: Path, case: str, options: holdfast.Options
+) -> None:
+    value, dtype, words = LOST[case]
+    exact = torch.full((300, 400), 0.1)  # several pieces
+    exact[299, 399] = value
+    holdfast.save({"w": exact.to(dtype)}, tmp_path / "a", job=holdfast.Job(no_dist=True, options=options))
+    (one,) = holdfast.same(fingerprint_of({"w": exact}), tmp_path / "a", where=True).different
+    assert words in one.b
+
+
+INCOMPARABLE = [
+    (torch.float32, torch.int32),
+    (torch.int64, torch.float32),
+    (torch.float8_e4m3fn, torch.bfloat16),
+    (torch.bfloat16, torch.float8_e4m3fn),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), INCOMPARABLE, ids=lambda dtype: str(dtype)[6:])
+def test_dtypes_without_a_cast_are_not_called_different(
+    tmp_path: Path, one: torch.dtype, other: torch.dtype
+) -> None:
+    """Of float8 and of integers the scales are elsewhere."""
+    alone = holdfast.Job(no_dist=True)
+    for name, dtype in (("a", one), ("b", other)):
+        holdfast.save({"w": torch.ones(3, 4).to(dtype), "v": torch.ones(2)}, tmp_path / name, job=alone)
+    live = holdfast.fingerprint({"w": torch.ones(3, 4).to(one), "v": torch.ones(2)}, job=alone)
+    for place in (tmp_path / "a", live):
+        with pytest.raises(BadInput, match=r"'w' is .*whether they are the same can't be told"):
+            holdfast.same(place, tmp_path / "b")
+        assert holdfast.same(place, tmp_path / "b", exclude=["w"]).same
+    said = CliRunner().invoke(cli, ["same", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert said.exit_code == 2
+    assert "can't be told" in said.output

@@ -44,6 +44,7 @@ RAISED_BY: dict[str, list[Callable[..., Any]]] = {
     "_loading/job.py": [holdfast.load, holdfast.Checkpoints.restore],
     "_loading/rest.py": [holdfast.load, holdfast.Checkpoints.restore],
     "_loading/tied.py": [holdfast.load, holdfast.Checkpoints.restore],
+    "_maintenance/same.py": [holdfast.same],
     "_plan/agreement.py": [holdfast.save, holdfast.async_save, holdfast.Checkpoints.save],
     "_protocol/call.py": [holdfast.save, holdfast.load, dcp.save, dcp.load, huggingface.export],
     "_run/owner.py": [holdfast.Checkpoints],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pty
+import re
 import select
 import sys
 import tty
@@ -105,7 +106,36 @@ def test_a_bar_is_drawn_on_a_terminal_and_taken_away(tmp_path: Path) -> None:
             assert (first, last) == ("", "")
             assert len(more) > 3
             assert more[0] != more[-1]
-            assert more[-1].startswith(f"[{'#' * 24}] 100%  16 MiB of 16 MiB, ")
+            lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in more]  # without colours
+            assert re.match(rf"━{{24}} 100% 16\.0/16\.0 MiB [0-9:-]+ {call.__name__} of ", lines[-1]), lines
+            assert all(len(line) <= 80 and line.isprintable() for line in lines)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_bar_is_one_line_whatever_the_title_and_the_terminal(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path is no markup, and what it is too narrow for is cut."""
+    with terminal() as end:
+        for columns in ("100", "20", "3"):
+            with (
+                open(os.dup(sys.stderr.fileno()), "w", encoding=encoding) as stderr,
+                monkeypatch.context() as patch,
+            ):
+                patch.setenv("COLUMNS", columns)
+                patch.setattr(sys, "stderr", stderr)
+                bar = _bar.Bar("load of /runs/[bold]/\x1b[2J\n" + "long" * 40)
+                bar.draw(7 << 20, 5 << 20)
+                bar.clear()
+                text = shown(end)
+            first, line, last = text.split("\r\x1b[K")
+            plain = re.sub(r"\x1b\[[0-9;]*m", "", line)
+            assert (first, last) == ("", "")
+            assert plain.isprintable()
+            assert 0 < len(plain) <= int(columns)
+            if columns == "100":
+                assert "100% 5.0/5.0 MiB" in plain
+                assert "load of /runs/[bold]/" in plain
 
 
 def test_no_bar_where_nobody_waits_or_the_log_tells(

@@ -99,8 +99,39 @@ def test_a_checkpoint_of_torch_dcp(tmp_path: Path) -> None:
     torch_dcp.save(STATE, checkpoint_id=tmp_path / "dcp")
     load(tmp_path / "dcp")
     with pytest.raises(NotCommitted, match="one of torch DCP or megatron-core, not of Holdfast") as caught:
-        describe(tmp_path / "dcp")
+        verify(tmp_path / "dcp")
     assert f"`holdfast import torch_dist {tmp_path}/dcp OUT`" in caught.value.hint
+
+
+def test_a_checkpoint_of_deepspeed_is_imported(tmp_path: Path) -> None:
+    step = tmp_path / "global_step5"
+    step.mkdir()
+    (step / "mp_rank_00_model_states.pt").write_bytes(b"x")
+    (tmp_path / "latest").write_text("global_step5")
+    for place in (tmp_path, step):
+        error = refused(place)
+        assert "it is one of DeepSpeed (ZeRO), not of Holdfast" in error.message
+        assert f"`holdfast import zero {place} OUT`" in error.hint
+
+
+def test_folders_that_hold_checkpoints_are_named(run: Path, tmp_path: Path) -> None:
+    """An FSDP checkpoint of transformers' Trainer, whose parts are ours; a folder of runs."""
+    alone = holdfast.Job(no_dist=True)
+    trainer = tmp_path / "out" / "checkpoint-8"
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        holdfast.save(STATE, trainer / name, job=alone)
+    (trainer / "trainer_state.json").write_text("{}")
+    for act in (load, describe, verify, holdfast.open):
+        with pytest.raises(
+            NotCommitted, match=r"holds 'optimizer_0', 'pytorch_model_fsdp_0' \(checkpoints"
+        ) as caught:
+            act(trainer)
+        assert caught.value.hint == f"Give such a folder: {trainer}/optimizer_0."
+    assert "holds 'checkpoint-8' (a checkpoint of a trainer)" in refused(tmp_path / "out").message
+    os.rename(tmp_path / "out", tmp_path / "other")
+    assert "holds 'run' (a run folder)" in refused(tmp_path).message
+    assert "holds 'run' (a run folder)" in prune(tmp_path).note
+    assert prune(run).note == ""
 
 
 def test_a_save_that_failed(tmp_path: Path) -> None:
@@ -112,6 +143,8 @@ def test_a_save_that_failed(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
+    assert "it is an empty folder" in refused(tmp_path).message
+    (tmp_path / "notes.txt").write_text("x")
     assert "there is no index.safetensors" in refused(tmp_path).message
 
 

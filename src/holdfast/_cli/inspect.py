@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import click
 
 from holdfast._cli import output
-from holdfast._maintenance.inspect import Checkpoint, Run, Tensor, Total, describe, fate
+from holdfast._maintenance.inspect import OURS, Checkpoint, Run, Tensor, Total, describe, fate
 from holdfast._values import age_text, size_text, time_text
 from holdfast.errors import BadInput
 
@@ -92,7 +92,9 @@ def _state(committed: bool, problem: str | None) -> str:
 
 def _checkpoint(checkpoint: Checkpoint) -> None:
     output.say(checkpoint.path)
+    is_other = checkpoint.format != OURS
     facts = {
+        "format": checkpoint.format if is_other else "",
         "step": checkpoint.step,
         "created": ", ".join(filter(None, [time_text(checkpoint.created), _ago(checkpoint.created)])),
         "versions": _plain(checkpoint.versions),
@@ -100,7 +102,8 @@ def _checkpoint(checkpoint: Checkpoint) -> None:
         "notes": _plain(checkpoint.notes),
         "metrics": _plain(checkpoint.metrics),
         "ranks": checkpoint.ranks,
-        "files": f"{len(checkpoint.files)}, {size_text(checkpoint.bytes)} with the index",
+        "files": f"{len(checkpoint.files)}, {size_text(checkpoint.bytes)}"
+        + ("" if is_other else " with the index"),
         "holds": f"{output.count(checkpoint.tensors, 'tensor')}, "
         f"{output.count(checkpoint.objects, 'object')}, {output.count(checkpoint.chunks, 'chunk')}",
     }

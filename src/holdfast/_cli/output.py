@@ -17,7 +17,7 @@ from holdfast._values import printable
 
 if TYPE_CHECKING:
     from holdfast._maintenance.diff import Compared
-    from holdfast._maintenance.same import Same
+    from holdfast._maintenance.verdict import Same
 
 Report = TypeVar("Report")
 
@@ -131,9 +131,7 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    shown = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*shown, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
+    with _bar.progress(Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(printable(title), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -39,3 +39,5 @@ def _show(report: Pruned) -> None:
     output.say(
         f"{size_text(report.bytes_freed)} {verb}; {output.count(len(report.kept), 'committed step')} kept."
     )
+    if report.note:
+        output.say(report.note)

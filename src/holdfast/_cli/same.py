@@ -11,7 +11,7 @@ from holdfast._cli import output
 from holdfast._values import size_text
 
 if TYPE_CHECKING:
-    from holdfast._maintenance.same import Same, Unlike
+    from holdfast._maintenance.verdict import Same, Unlike
 
 
 @click.command("same")
@@ -51,11 +51,9 @@ def command(
 
 
 def _show(a: str, b: str, comparison: Same) -> None:
-    if comparison.converted:
-        output.say(
-            f"{output.count(len(comparison.converted), 'tensor')} of another dtype in A, compared in the "
-            f"less exact one: {output.listed(comparison.converted, 3)}."
-        )
+    for dtype, number in comparison.compared_as().items():
+        names = [name for name, other in comparison.converted.items() if other == dtype]
+        output.say(f"Compared as {dtype}: {output.count(number, 'tensor')}, {output.listed(names, 3)}.")
     if comparison.rounded:
         rounded = [f"{name!r} to {dtype}" for name, dtype in comparison.rounded.items()]
         output.say(f"Rounded for this: {output.listed(rounded, 3)}.")

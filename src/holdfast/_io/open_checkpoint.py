@@ -111,6 +111,11 @@ class TorchDist:
         columns.file_size = np.asarray([self._files.size(name) for name in columns.file_names], "<i8")
         return columns
 
+    @property
+    def entries(self) -> Sequence[torch_dist.MetadataEntry]:
+        """All tensors and objects, as the metadata describes them, without a look at data files."""
+        return self._entries
+
     def chunks(
         self,
     ) -> Iterator[

@@ -19,6 +19,7 @@ from holdfast._io.raw_read import slabs
 from holdfast._layout.box import Box
 from holdfast._layout.coverage import first_problem
 from holdfast._layout.tensor import DTYPES, OBJECT, Dims, TensorSpec
+from holdfast._maintenance.rounding import Numbers, Rounded, RoundedSums, rounded_of
 from holdfast._plan.agreement import what
 from holdfast._plan.shard_table import ShardTable, contiguous_at
 from holdfast._protocol.call import Call, begin_call
@@ -45,6 +46,9 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """Of the whole tensor."""
     value: str
     """32 hex digits."""
+    rounded: dict[str, Rounded] = {}
+    """The same of its elements in each floating-point dtype of fewer bits, by the name of the dtype. A place
+    that holds that dtype is compared by these."""
 
 
 def fingerprint(
@@ -87,8 +91,9 @@ def fingerprint_leaves(
     return msgspec.convert(task.run(), ready(dict[str, Fingerprint]))
 
 
-_Row = tuple[str, Dims, Dims, bool, int, int]
-"""Name, box, whether it is a declared copy of what another rank holds first, both sums."""
+_Row = tuple[str, Dims, Dims, bool, tuple[int, int], list[Numbers]]
+"""Name, box, whether it is a declared copy of what another rank holds first, both sums, and the sums of its
+elements in less exact dtypes."""
 
 
 class _RankSums(msgspec.Struct):
@@ -105,7 +110,9 @@ class _Task(CollectiveTask):
         self._report = _RankSums({}, [])
 
     def take(self, table: ShardTable) -> None:
-        if any(late is not None for late in table.deferred):
+        # An offset that is right if other ranks cut evenly, too, is taken: those that don't raise this error,
+        # and boxes that leave a gap are an error in the end.
+        if any(late is not None and late.start == -1 for late in table.deferred):
             raise BadInput(
                 "The offsets of some shards are known to all ranks together only; such a state has no "
                 "fingerprint."
@@ -147,10 +154,10 @@ class _Task(CollectiveTask):
         answer: Message = msgspec.to_builtins(whole.result())
         return answer
 
-    def _sums(self, row: int) -> tuple[int, int]:
+    def _sums(self, row: int) -> tuple[tuple[int, int], list[Numbers]]:
         spec, box, memory = self._table.specs[row], self._table.boxes[row], self._table.memory[row]
         itemsize = DTYPES[spec.dtype].size
-        sums = nothing()
+        sums, rounded = nothing(), RoundedSums(spec.dtype)
         for part in slabs(box, itemsize, _SLAB):
             inside = part.relative_to(box.offset)
             start = contiguous_at(box.shape, inside) if memory.address else None
@@ -161,9 +168,9 @@ class _Task(CollectiveTask):
                 data = memoryview(bytearray(part.volume * itemsize))
                 memory.gather(inside, data)
             sums += box_sums(data, itemsize, part)
+            rounded.add(data, part)
             self.operation.tick()
-        first, second = sums.tolist()
-        return first, second
+        return (int(sums[0]), int(sums[1])), rounded.numbers()
 
 
 class _Whole:
@@ -172,8 +179,8 @@ class _Whole:
     def __init__(self) -> None:
         self._specs: dict[str, tuple[int, tuple[int, Dims]]] = {}
         """By name: the first rank that has it, and its dtype and shape there."""
-        self._sums: dict[tuple[str, Box], tuple[int, tuple[int, int]]] = {}
-        """By name and box: the first rank that has it, and its sums."""
+        self._sums: dict[tuple[str, Box], tuple[int, tuple[int, int], list[Numbers]]] = {}
+        """By name and box: the first rank that has it, and its sums, also in less exact dtypes."""
         self._boxes: dict[str, dict[Box, int]] = {}
         """Boxes by name, without declared copies, and of each the first rank that has it."""
         self._copies: dict[str, dict[Box, int]] = {}
@@ -189,11 +196,11 @@ class _Whole:
                     rank=rank,
                     details={"tensor": name, "ranks": [first, rank]},
                 )
-        for name, offset, shape, is_copy, a, b in rows.rows:
+        for name, offset, shape, is_copy, mine, rounded in rows.rows:
             box = Box(offset, shape)
-            first, sums = self._sums.setdefault((name, box), (rank, (a, b)))
+            first, sums, _ = self._sums.setdefault((name, box), (rank, mine, rounded))
             (self._copies if is_copy else self._boxes).setdefault(name, {}).setdefault(box, rank)
-            if sums != (a, b):
+            if sums != mine:
                 raise ReplicaMismatch(
                     f"Ranks {first} and {rank} hold different elements of {name!r}.",
                     rank=rank,
@@ -217,9 +224,11 @@ class _Whole:
                         hint="Replicas must be cut alike.",
                         details={"tensor": name, "ranks": [rank, holder]},
                     )
-            sums = np.asarray([self._sums[name, box][1] for box in boxes], np.uint64).reshape(-1, 2)
+            parts = [self._sums[name, box] for box in boxes]
+            sums = np.asarray([sums for _, sums, _ in parts], np.uint64).reshape(-1, 2)
             value = text_of(sums.sum(axis=0, dtype=np.uint64))
-            fingerprints[name] = Fingerprint(DTYPES[dtype].name, shape, value)
+            rounded = rounded_of(dtype, [numbers for _, _, numbers in parts])
+            fingerprints[name] = Fingerprint(DTYPES[dtype].name, shape, value, rounded)
         return fingerprints
 
     def _check_covered(self, name: str, shape: Dims, boxes: list[Box], rank: int) -> None:

@@ -1,6 +1,11 @@
-"""Describe a checkpoint or a run folder, as values to print. Reads only the index and small objects."""
+"""Describe a checkpoint or a run folder, as values to print. Reads only the index and small objects.
+
+Of other formats that a load reads, it reads the metadata, or the headers.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -15,12 +20,15 @@ from holdfast._layout.tensor import DTYPES, KINDS, OBJECT
 from holdfast._maintenance.target import checkpoint_or_run, moment, number
 from holdfast._store.base import Folder, Kind, Store
 from holdfast._store.branches import is_left, left_behind
+from holdfast._store.local import open_store
 from holdfast._store.pins import is_pinned
 from holdfast._store.retention import facts_of, retention_of
 from holdfast._store.run_folder import is_linked, is_only_marked, is_spelled_as_ours, step_folders
 from holdfast._values import Json, natural
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, NotCommitted
 
+OURS = "Holdfast"
+"""The format of a checkpoint that has our index."""
 SHOWN_OBJECT = 1 << 20
 """Bytes. Larger objects are not read for their line of output."""
 
@@ -28,7 +36,8 @@ SHOWN_OBJECT = 1 << 20
 class File(msgspec.Struct, frozen=True):
     name: str
     size: int
-    rank: int
+    rank: int | None
+    """That wrote it; None in a format that does not say it."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -57,10 +66,11 @@ class Total(msgspec.Struct, frozen=True):
     bytes: int
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint."""
 
     path: str
+    format: str = OURS
     step: int | None
     created: float | None
     versions: Json
@@ -70,7 +80,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     ranks: int | None
     files: tuple[File, ...]
     bytes: int
-    """Bytes of all files, the index included."""
+    """Bytes of all files, our index included."""
     tensors: int
     objects: int
     chunks: int
@@ -109,7 +119,13 @@ class Run(msgspec.Struct, frozen=True):
 
 def describe(path: Folder, name: str | None = None, limit: int | None = None) -> Checkpoint | Run:
     """Describe a checkpoint, with up to `limit` of the names that match, or the steps of a run folder."""
-    store, is_run = checkpoint_or_run(path)
+    try:
+        store, is_run = checkpoint_or_run(path)
+    except NotCommitted:
+        # Imported here, because most folders are of Holdfast. If nothing reads this one, it raises the error.
+        from holdfast._maintenance.inspect_others import describe_other
+
+        return describe_other(open_store(path), name, limit)
     if is_run:
         return describe_run(store)
     with open_index(store) as index:
@@ -164,7 +180,9 @@ def about_checkpoint(
     order = sorted(shown)
     columns = index.select(np.asarray(order, np.int64))
     place = dict(zip(order, range(len(order)), strict=True))
-    kinds, tied = index.column("kind"), index.tied()
+    kinds, dtypes, tied = index.column("kind"), index.column("dtype"), index.tied()
+    # As Python integers, which do not overflow.
+    elements = index.column("shape").astype(object).prod(axis=1).tolist()
     files = tuple(
         File(name, int(size), int(rank))
         for name, size, rank in zip(columns.file_names, columns.file_size, columns.file_rank, strict=True)
@@ -184,7 +202,12 @@ def about_checkpoint(
         objects=int((kinds == OBJECT).sum()),
         chunks=index.chunks,
         matched=len(rows),
-        totals=_totals(index, names, rows, tied),
+        totals=totals_of(
+            [
+                (names[row], int(kinds[row]), int(dtypes[row]), elements[row], tied.get(row, row))
+                for row in rows
+            ]
+        ),
         shown=tuple(
             _tensor(store, index, columns, place[row], row, names[tied[row]] if row in tied else None)
             for row in shown
@@ -197,19 +220,18 @@ def module_of(name: str) -> str:
     return ".".join([part for part in name.split(".")[:-1] if not part.isdecimal()][:2])
 
 
-def _totals(index: Index, names: list[str], rows: list[int], tied: dict[int, int]) -> tuple[Total, ...]:
-    kinds, dtypes = index.column("kind").tolist(), index.column("dtype").tolist()
-    # As Python integers, which do not overflow.
-    elements = index.column("shape").astype(object).prod(axis=1).tolist()
+def totals_of(rows: Iterable[tuple[str, int, int, int, int]]) -> tuple[Total, ...]:
+    """Add up tensors. rows: name, kind, dtype and number of elements of each, and a number that tied ones
+    share."""
     found: dict[tuple[str, int], list[int]] = {}
     counted = set[int]()
-    for row in rows:
-        if kinds[row] != OBJECT:
-            total = found.setdefault((module_of(names[row]), dtypes[row]), [0, 0])
+    for name, kind, dtype, elements, one in rows:
+        if kind != OBJECT:
+            total = found.setdefault((module_of(name), dtype), [0, 0])
             total[0] += 1
             # Of tied tensors, the first one that the pattern matches counts.
-            if (one := tied.get(row, row)) not in counted:
-                total[1] += elements[row]
+            if one not in counted:
+                total[1] += elements
                 counted.add(one)
     return tuple(
         Total(module, DTYPES[code].name, tensors, count, count * DTYPES[code].size)

@@ -19,7 +19,7 @@ from collections.abc import Collection
 import msgspec
 
 from holdfast._format.names import CONFIG, DATA, INDEX, METADATA
-from holdfast._io.index_file import open_index
+from holdfast._io.index_file import nothing_there, open_index
 from holdfast._io.old_steps import entries, old_files, own_names, remove_step
 from holdfast._store.base import FOLDERS, Entry, Folder, Kind, Store
 from holdfast._store.branches import is_left, left_behind
@@ -59,6 +59,8 @@ class Pruned(msgspec.Struct, frozen=True):
     bytes_freed: int
     kept: tuple[int, ...]
     """Committed steps that stay."""
+    note: str = ""
+    """What the folder is instead, if it has no step at all."""
 
 
 class _Sweep:
@@ -198,13 +200,15 @@ def prune(run: Folder, keep: int | None = None, older_than: float = HOUR, dry_ru
         )
     sweep = _Sweep(store, older_than, dry_run)
     sweep.top()
-    for step, folder in all_step_folders(store):
+    steps = all_step_folders(store)
+    for step, folder in steps:
         try:
             sweep.step(step, folder)
         except HoldfastError as error:
             sweep.skipped.append(Skipped(folder, error.message))
     if keep is not None:
         sweep.old(keep)
+    note = "" if steps else str(nothing_there(store))
     freed = sum(item.bytes for item in sweep.removed)
     kept = tuple(dict.fromkeys(sweep.good.values()))
-    return Pruned(store.url, dry_run, tuple(sweep.removed), tuple(sweep.skipped), freed, kept)
+    return Pruned(store.url, dry_run, tuple(sweep.removed), tuple(sweep.skipped), freed, kept, note)

@@ -5,7 +5,8 @@ which tell whether these are the files of that index. Otherwise it is read slab 
 shape that it has in the place that is no published model.
 
 Tensors of two floating-point dtypes are the same if the more exact one, cast to the other dtype, has the same
-bits, and the cast has lost no value: made none infinite, and none that is not zero zero.
+bits, any NaN for any NaN, and the cast has lost no value: made none infinite, and none that is not zero zero.
+Of a live state each rank has cast what it holds before it took the sums.
 """
 
 from __future__ import annotations
@@ -33,46 +34,15 @@ from holdfast._layout.tensor import (
     less_exact,
 )
 from holdfast._maintenance.comparing import Elements, differences
+from holdfast._maintenance.rounding import LOST, cast, one_nan
 from holdfast._maintenance.sides import FolderOrFingerprints, FolderSide, LiveSide, Side, open_side
+from holdfast._maintenance.verdict import Same, Unlike
 from holdfast._plan.agreement import what
 from holdfast._protocol.call import check_names
 from holdfast._state.memory import torch_dtype
 from holdfast._views import hub_format as hf
 from holdfast._views.published import published_regions
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
-
-
-class Unlike(msgspec.Struct, frozen=True):
-    """A tensor that differs between the two places."""
-
-    name: str
-    a: str
-    """Its dtype and shape in that place, or why it can't be read; and whether values of the other place do
-    not fit into that dtype."""
-    b: str
-    elements: int | None = None
-    """How many elements differ; None without `where=True`, and of a live state."""
-    first: Dims | None = None
-    """Index of the first of them."""
-
-
-class Same(msgspec.Struct, frozen=True):
-    """The result of `same`."""
-
-    a: str
-    b: str
-    same: bool
-    """Whether every weight is in both places, and equal."""
-    equal: int
-    different: tuple[Unlike, ...]
-    only_a: tuple[str, ...]
-    only_b: tuple[str, ...]
-    converted: tuple[str, ...]
-    """Names whose dtypes differ; they were compared in the less exact dtype."""
-    rounded: dict[str, str]
-    """Names of `converted` whose more exact elements had to be rounded for this, and to which dtype."""
-    bytes_read: int
-    """Bytes of weights that were read; 0 if fingerprints were enough."""
 
 
 def same(
@@ -86,8 +56,9 @@ def same(
 ) -> Same:
     """Compare the weights in two places bit by bit. This process alone reads them.
 
-    Weights of two floating-point dtypes are compared in the less exact one. They are the same if only
-    rounding differs, which `rounded` tells; a value that became infinite, or zero, is a difference.
+    Weights of two floating-point dtypes are compared in the less exact one, which `converted` tells, and
+    `print` of the result. They are the same if only rounding differs, which `rounded` tells; a value that
+    became infinite, or zero, is a difference. Other weights of two dtypes can't be compared.
 
     a, b: a checkpoint of Holdfast, torch DCP or megatron-core in any layout, a run folder (its newest step),
         the folder of a model that Hugging Face publishes, or the result of `fingerprint` on a live state.
@@ -100,8 +71,8 @@ def same(
     Fingerprints stand for data files that are there, whole, and of the same save as the index; their data is
     not read (`holdfast verify` does).
 
-    Raises BadInput if a place has no weights, or no table knows the model; NotCommitted, CorruptCheckpoint
-    and StorageError if a place can't be read.
+    Raises BadInput if a place has no weights, no table knows the model, or dtypes can't be
+    compared; NotCommitted, CorruptCheckpoint and StorageError if a place can't be read.
     """
     check_names(include=include, exclude=exclude)
     refuse_text(include=include, exclude=exclude)
@@ -127,7 +98,7 @@ def same(
         tuple(unlike),
         tuple(sorted(only[0])),
         tuple(sorted(only[1])),
-        tuple(work.converted),
+        work.converted,
         work.rounded,
         work.bytes_read,
     )
@@ -139,6 +110,11 @@ class _Region(NamedTuple):
     """Its dtype in each place."""
     dtype: int
     """Of the comparison."""
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether elements of a place are cast for the comparison."""
+        return set(self.stored) != {self.dtype}
 
 
 class _Pair(NamedTuple):
@@ -158,12 +134,15 @@ class _Comparison:
     def __init__(self, lead: Side, other: Side, where: bool, progress: Callable[[int], None]) -> None:
         self._lead, self._other = lead, other
         self._where, self._progress = where, progress
+        self._live = isinstance(lead, LiveSide)
         self._view = other.published.view_if_known if other.published is not None else None
         self.equal = self.bytes_read = 0
-        self.converted: list[str] = []
+        self.converted: dict[str, str] = {}
         self.rounded: dict[str, str] = {}
         self._lost: dict[str, None] = {}
         """What the casts of the present tensor have made of values, in words."""
+        self._has_nan = False
+        """Whether a value that was cast for the present tensor is NaN, whose bits no cast keeps."""
         self.unlike: list[Unlike] = []
         self.only: tuple[list[str], list[str]] = ([], [])
 
@@ -184,7 +163,7 @@ class _Comparison:
                 if pair is not None:
                     self._compare(pair)
             except (BadInput, MissingTensors, ShapeMismatch) as error:  # from a published model
-                if isinstance(self._lead, LiveSide) and isinstance(error, BadInput):
+                if isinstance(error, BadInput) and (self._live or "dtypes" in error.details):
                     raise
                 self.unlike.append(Unlike(name, what(spec), error.message))
                 self._other.used |= self._parts(spec)  # reported already
@@ -258,25 +237,29 @@ class _Comparison:
         else:
             assert folder is not None
             mine, other, stored = spec, spec, published_regions(folder, spec)
-        dtypes = [less_exact(mine.dtype, dtype) for dtype, _ in stored]
-        if mine.shape != other.shape or None in dtypes:
+        if mine.shape != other.shape:
             text = what(other._replace(dtype=stored[0][0]))
             self.unlike.append(Unlike(spec.name, what(mine), text))
             return None
+        dtypes = [less_exact(mine.dtype, dtype) for dtype, _ in stored]
+        if None in dtypes:
+            raise self._of_two_dtypes(spec.name, mine.dtype, stored[dtypes.index(None)][0])
         regions = [
             _Region(box, (mine.dtype, had), dtype)
             for dtype, (had, box) in zip(dtypes, stored, strict=True)
             if dtype is not None
         ]
-        if any(set(region.stored) != {region.dtype} for region in regions):
-            self.converted.append(spec.name)
+        casts = {region.dtype: None for region in regions if region.is_cast}
         if isinstance(self._lead, LiveSide):
-            if any(region.dtype != mine.dtype for region in regions):
-                raise _of_one_dtype(spec.name, mine.dtype, stored[0][0])
-            # A fingerprint of a live state includes its padding; zeros do not change it. Parts of several
-            # dtypes are read in the most exact of them.
+            # A fingerprint of a live state includes its padding; zeros do not change it. It is of one dtype.
+            # Parts of several dtypes are read in the most exact of them.
             had = min((had for had, _ in stored), key=(*FLOATS, *range(len(DTYPES))).index)
-            regions = [_Region(whole(mine.shape), (mine.dtype, had), mine.dtype)]
+            (dtype, *more) = {region.dtype for region in regions} or {mine.dtype}
+            if more or (dtype != mine.dtype and self._lead.rounded(spec.name, dtype) is None):
+                raise self._of_two_dtypes(spec.name, mine.dtype, had)
+            regions = [_Region(whole(mine.shape), (mine.dtype, had), dtype)]
+        if casts:
+            self.converted[spec.name] = ", ".join(DTYPES[code].name for code in casts)
         if theirs is None:
             other = spec._replace(dtype=stored[0][0])
         # A stored fingerprint covers the whole tensor in its stored dtype.
@@ -288,6 +271,24 @@ class _Comparison:
             for value, as_read, as_stored in zip(prints, (mine, other), (spec, theirs), strict=True)
         ]
         return _Pair((mine, other), tuple(regions), (known[0], known[1]))
+
+    def _rounded(self, pair: _Pair) -> tuple[str | None, str | None]:
+        """Return the fingerprints of a pair, those of live elements that were cast included."""
+        prints = list(pair.prints)
+        for place, side in enumerate((self._lead, self._other)):
+            if not isinstance(side, LiveSide) or prints[place] is not None:
+                continue
+            (region,) = pair.regions
+            name, dtype = pair.specs[place].name, region.dtype
+            if (rounded := side.rounded(name, dtype)) is None:
+                raise self._of_two_dtypes(name, *region.stored)
+            prints[place] = rounded.value
+            self._lost.update(dict.fromkeys(rounded.lost))
+            if rounded.inexact:
+                self.rounded[name] = DTYPES[dtype].name
+            if rounded.has_nan:  # the other place is read, where a NaN may have other bits
+                prints[1 - place] = None
+        return prints[0], prints[1]
 
     def _with_scales(self, spec: TensorSpec, theirs: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
         """Return how both are read: as stored if their dtypes are equal, else scaled tensors as float32."""
@@ -302,17 +303,22 @@ class _Comparison:
         return specs[0], specs[1]
 
     def _compare(self, pair: _Pair) -> None:
-        mine, theirs = pair.prints
         differ, elements, first = False, None, None
         self._lost.clear()
+        self._has_nan = False
+        mine, theirs = self._rounded(pair)
         if mine is not None and theirs is not None:
             differ = mine != theirs
         elif mine is not None:
             differ = self._sums(self._other, 1, pair) != mine
         elif theirs is not None:
             differ = self._sums(self._lead, 0, pair) != theirs
+        # The bits of a NaN that was cast say nothing beside a fingerprint of bits that were not.
+        unsure = differ and self._has_nan
         differ = differ or bool(self._lost)
-        if pair.prints == (None, None) or (differ and self._where):
+        if unsure and self._live:
+            raise self._of_two_dtypes(pair.specs[0].name, *pair.regions[0].stored, "has NaN, and ")
+        if (mine, theirs) == (None, None) or unsure or (differ and self._where):
             differ, elements, first = self._elements(pair, self._lead, self._other)
         if not differ:
             self.equal += 1
@@ -332,7 +338,7 @@ class _Comparison:
         """Read a tensor of one side, and return its fingerprint."""
         (region,) = pair.regions  # all of it, in one dtype
         if isinstance(side, LiveSide):
-            raise _of_one_dtype(pair.specs[place].name, region.dtype, region.stored[place])
+            raise self._of_two_dtypes(pair.specs[place].name, *region.stored)
         sums, itemsize = nothing(), DTYPES[region.dtype].size
         for part in slabs(region.box, itemsize):
             sums += box_sums(self._read(side, place, pair, region, part).data, itemsize, part)
@@ -363,27 +369,27 @@ class _Comparison:
         self.bytes_read += tensor.nbytes
         self._progress(self.bytes_read)
         if stored == region.dtype:
-            return Elements(_bytes_of(tensor))
-        cast = tensor.to(torch_dtype(region.dtype))
-        infinite = cast.isinf() & ~tensor.isinf()
-        zero = (cast == 0) & (tensor != 0)
-        for mask, words in ((infinite, "become infinite"), (zero, "become zero")):
-            if mask.any():
-                self._lost[words] = None
-        if not (cast.to(tensor.dtype) == tensor)[~tensor.isnan()].all():
-            self.rounded[pair.specs[0].name] = DTYPES[region.dtype].name
-        lost = (infinite | zero).reshape(-1)
-        return Elements(_bytes_of(cast), lost.numpy() if lost.any() else None)
+            return Elements(_bytes_of(one_nan(tensor) if region.is_cast else tensor))
+        made = cast(tensor, torch_dtype(region.dtype))
+        self._has_nan |= made.has_nan
+        if made.lost is None:
+            return Elements(_bytes_of(made.tensor))
+        self.rounded[pair.specs[0].name] = DTYPES[region.dtype].name
+        self._lost.update({words: None for words, mask in zip(LOST, made.lost, strict=True) if mask.any()})
+        lost = (made.lost[0] | made.lost[1]).reshape(-1)
+        return Elements(_bytes_of(made.tensor), lost.numpy() if lost.any() else None)
+
+    def _of_two_dtypes(self, name: str, mine: int, theirs: int, more: str = "") -> BadInput:
+        """Return the error for a tensor whose dtypes can't be compared."""
+        by_reading = self._live and less_exact(mine, theirs) is not None
+        return BadInput(
+            f"{name!r} {more}is {DTYPES[mine].name} in {self._lead.where}, and {DTYPES[theirs].name} in "
+            f"{self._other.where}: whether they are the same can't be told.",
+            hint="Save the state, and compare the checkpoint." if by_reading else "exclude= leaves it out.",
+            details={"tensor": name, "dtypes": [DTYPES[mine].name, DTYPES[theirs].name]},
+        )
 
 
 def _bytes_of(tensor: torch.Tensor) -> Array:
     data: Array = tensor.reshape(-1).view(torch.uint8).numpy()
     return data
-
-
-def _of_one_dtype(name: str, live: int, other: int) -> BadInput:
-    return BadInput(
-        f"{name!r} is {DTYPES[live].name} in the live state, and {DTYPES[other].name} in the other place: "
-        f"fingerprints are of one dtype.",
-        hint="Save the state, and compare the checkpoint.",
-    )

@@ -18,10 +18,11 @@ from holdfast._io.open_checkpoint import open_source
 from holdfast._io.slice import Slice
 from holdfast._io.source import Source
 from holdfast._layout.box import Box
-from holdfast._layout.tensor import CODE_OF, TENSOR, TensorSpec
+from holdfast._layout.tensor import CODE_OF, DTYPES, TENSOR, TensorSpec
 from holdfast._loading.boxes import Wanted, read_boxes
 from holdfast._maintenance.comparing import check_files
 from holdfast._maintenance.fingerprints import Fingerprint
+from holdfast._maintenance.rounding import Rounded
 from holdfast._maintenance.target import checkpoint_at
 from holdfast._store.base import Folder, Store
 from holdfast._store.local import open_store
@@ -48,6 +49,10 @@ class LiveSide:
 
     def fingerprints(self) -> dict[str, str]:
         return {name: one.value for name, one in self._known.items()}
+
+    def rounded(self, name: str, code: int) -> Rounded | None:
+        """Return what is known of a tensor in a less exact dtype."""
+        return self._known[name].rounded.get(DTYPES[code].name)
 
 
 @dataclass

@@ -7,10 +7,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from difflib import get_close_matches
 
-from holdfast._format.names import DATA, INDEX, LEFT, METADATA, OWNER, SLICE, is_fetched
+from holdfast._format.names import DATA, INDEX, LEFT, METADATA, OWNER, SLICE, TRAINER_STATE, is_fetched
 from holdfast._store.base import FOLDERS, Store
 from holdfast._store.local import LocalStore
-from holdfast._store.run_folder import all_step_folders, is_only_marked, newest_steps, step_of
+from holdfast._store.run_folder import (
+    LOOKED_AT,
+    all_step_folders,
+    is_only_marked,
+    newest_steps,
+    other_checkpoints,
+    step_of,
+)
 from holdfast.errors import HoldfastError
 
 _SHOWN = 5
@@ -73,8 +80,8 @@ def _why(store: Store) -> tuple[str, str]:
             )
         return (
             "it is one of torch DCP or megatron-core, not of Holdfast",
-            f"holdfast.load reads it as it is; `holdfast import torch_dist {store.url} OUT` makes one of "
-            f"Holdfast.",
+            f"holdfast.load, holdfast.open and `holdfast inspect` read it as it is; `holdfast import "
+            f"torch_dist {store.url} OUT` makes one of Holdfast.",
         )
     if all_step_folders(store):
         return _run(store)
@@ -89,8 +96,58 @@ def _why(store: Store) -> tuple[str, str]:
             "`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover "
             "this one.",
         )
+    model = explain_model(store)
+    if model is not None and any(map(_PUBLISHED[0][0], names)):
+        return model
     nothing = f"there is no {INDEX}", "`holdfast latest RUN` names the newest committed step of a run."
-    return explain_model(store) or nothing
+    return _zero(store, names) or _inside(store, names) or model or (nothing if names else _EMPTY)
+
+
+_EMPTY = "it is an empty folder", "Is the path right, and mounted on this host?"
+
+
+def _zero(store: Store, names: list[str]) -> tuple[str, str] | None:
+    """Explain a checkpoint of DeepSpeed's, or the folder whose file `latest` names one."""
+    if not any(name.endswith(_ZERO) for name in names):
+        steps = [name for name in names if name.startswith(_ZERO_STEP) and name.endswith("/")]
+        if not steps or not {"latest", "latest_universal"} & set(names):
+            return None
+    return (
+        "it is one of DeepSpeed (ZeRO), not of Holdfast",
+        f"`holdfast import zero {store.url} OUT` makes one of Holdfast, which all calls and commands read.",
+    )
+
+
+_ZERO, _ZERO_STEP = ("_model_states.pt", "_optim_states.pt"), "global_step"
+"""How the files of a ZeRO checkpoint end, and how DeepSpeed names its folder."""
+
+
+def _inside(store: Store, names: list[str]) -> tuple[str, str] | None:
+    """Explain a folder that holds none itself, but folders with checkpoints, or with the steps of runs."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for folder, mark in other_checkpoints(store, names):
+        kinds.setdefault(_MARKED.get(mark, _FOREIGN), []).append(folder)
+    known = {folder for folders in kinds.values() for folder in folders}
+    others = [name[:-1] for name in names if name.endswith("/") and name[:-1] not in known]
+    with suppress(HoldfastError):  # a folder that this user may not list
+        if runs := [name for name in others[:LOOKED_AT] if all_step_folders(store.child(name))]:
+            kinds["a run folder", "run folders"] = runs
+    if not kinds:
+        return None
+    shown = []
+    for kind, folders in kinds.items():
+        folders.sort()
+        more = f", and {len(folders) - _SHOWN} more" if len(folders) > _SHOWN else ""
+        shown.append(f"{', '.join(map(repr, folders[:_SHOWN]))}{more} ({kind[len(folders) > 1]})")
+    first = next(iter(kinds.values()))[0]
+    return f"it is none itself, but holds {' and '.join(shown)}", f"Give such a folder: {store.url}/{first}."
+
+
+_MARKED = {
+    INDEX: ("a checkpoint of Holdfast", "checkpoints of Holdfast"),
+    TRAINER_STATE: ("a checkpoint of a trainer", "checkpoints of a trainer"),
+}
+_FOREIGN = "a checkpoint in another format", "checkpoints in other formats"
 
 
 def explain_model(store: Store) -> tuple[str, str] | None:
@@ -104,7 +161,8 @@ _PUBLISHED: tuple[tuple[Callable[[str], bool], str, str], ...] = (
     (
         lambda name: name in ("model.safetensors", "model.safetensors.index.json"),
         "it is a published model, not a checkpoint of Holdfast",
-        "holdfast.load reads it as it is; `holdfast import hf {} OUT` makes a checkpoint of it.",
+        "holdfast.load, holdfast.open and `holdfast inspect` read it as it is; `holdfast import hf {} OUT` "
+        "makes a checkpoint of it.",
     ),
     (
         lambda name: name.startswith("adapter_"),

@@ -234,7 +234,7 @@ def refuse_other_checkpoints(store: Store) -> None:
             f"{store.url} is a checkpoint, not a run folder.",
             hint=f"Give the folder that its steps lie in, or load it by holdfast.load(state, {store.url!r}).",
         )
-    other = next(_others(store, names), None)
+    other = next(other_checkpoints(store, names), None)
     if other is not None:
         folder, loads = other.folder, other.mark in _LOADED
         where = f"{store.url}/{folder}"
@@ -253,7 +253,7 @@ def refuse_other_checkpoints(store: Store) -> None:
         )
 
 
-def _others(store: Store, names: list[str]) -> Iterator[Marked]:
+def other_checkpoints(store: Store, names: list[str]) -> Iterator[Marked]:
     """Yield folders that are checkpoints; those whose names end with the highest numbers first."""
 
     def number(name: str) -> tuple[int, bool]:

@@ -365,3 +365,30 @@ def switch_from_torch(rank: int, path: str, layout: Layout) -> None:
         found = everything(other, fresh)
         assert found.keys() == values.keys()
         assert all(torch.equal(found[name], value) for name, value in values.items())
+
+
+def fingerprints_beside_a_bfloat16_folder(rank: int, path: str) -> Any:
+    """Fingerprints of a float32 model under HSDP, with a tied output and a vocabulary of rows that are cut; rank 0
+    writes it whole, rounded, as a folder of safetensors."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(5)
+    model = nn.Sequential()
+    for name, part in (
+        ("embedding", nn.Embedding(24, HIDDEN)),
+        ("up", nn.Linear(HIDDEN, 16)),
+        ("norm", nn.LayerNorm(16)),
+    ):
+        model.add_module(name, part)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=("replica", "fsdp")))
+    state = dict(model.state_dict())
+    assert isinstance(state["up.weight"], DTensor)
+    assert state["up.weight"].to_local().shape == (4, HIDDEN)
+    state["head.weight"] = state["embedding.weight"]
+    found: list[Any] = []
+    job = holdfast.Job(timeout=60, stall_timeout=30)
+    assert counted(lambda: found.append(holdfast.fingerprint(state, job=job))) == []
+    full = {name: whole(value).bfloat16() for name, value in state.items()}
+    if rank == 0:
+        save_file({name: value.clone() for name, value in full.items()}, path)
+    return found[0]

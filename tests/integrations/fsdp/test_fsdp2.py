@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+import holdfast
 from holdfast.errors import CoverageError
 from tests.integrations.fsdp import moe
 from tests.integrations.fsdp.moe import Layout
@@ -125,3 +128,22 @@ def test_a_models_own_state_dict(eight: ProcessWorld, tmp_path: Path) -> None:
 
 def test_what_torch_and_dcp_saved_is_loaded(eight: ProcessWorld, tmp_path: Path) -> None:
     eight.run(moe.switch_from_torch, str(tmp_path / "c"), SAVED)
+
+
+def test_a_float32_trainer_is_compared_with_a_bfloat16_folder(eight: ProcessWorld, tmp_path: Path) -> None:
+    """Rounded on each rank, of DTensors, their copies, and tied weights."""
+    file = tmp_path / "model.safetensors"
+    told = eight.run(moe.fingerprints_beside_a_bfloat16_folder, str(file))
+    live = told[0]
+    assert all(one == live for one in told)
+    found = holdfast.same(live, tmp_path)
+    assert found.same
+    assert found.converted == dict.fromkeys(live, "bfloat16")
+    assert str(found) == "the same: 6 tensors; compared as bfloat16: 6 tensors"
+    tensors = load_file(file)
+    for name in ("up.weight", "head.weight"):
+        other = {**tensors, name: tensors[name].clone()}
+        other[name].view(torch.int16)[-1, -1] ^= 1
+        (tmp_path / name).mkdir()
+        save_file(other, tmp_path / name / "model.safetensors")
+        assert [one.name for one in holdfast.same(live, tmp_path / name).different] == [name]

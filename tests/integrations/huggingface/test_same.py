@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import holdfast
 import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
-from holdfast._maintenance.same import Same
+from holdfast._cli import cli
+from holdfast._maintenance.verdict import Same
 from holdfast.errors import BadInput
 from holdfast.huggingface import import_
 from holdfast.megatron import load_plain_tensors
@@ -340,6 +342,28 @@ def test_a_model_on_its_ranks_is_the_published_one(model: tuple[Path, Path], ran
     found = holdfast.same(told[0], step)
     assert found.same
     assert found.bytes_read == 0
+
+
+def test_a_float32_model_on_its_ranks_and_its_export_in_bfloat16(
+    model: tuple[Path, Path], ranks: ProcessWorld, tmp_path: Path
+) -> None:
+    """Rounded on each rank, before the sums; of experts under the trainer's names beside the published ones."""
+    folder, step = model
+    out = tmp_path / "export"
+    said = CliRunner().invoke(
+        cli, ["export", "hf", str(step), str(out), "--like", str(folder), "--dtype", "bfloat16"]
+    )
+    assert said.exit_code == 0, said.output
+    told = ranks.run(jobs.fingerprints, "qwen3_moe", str(folder), Layout(tp=2, pp=2, ep=2), timeout=120)
+    for found in (holdfast.same(told[0], out), holdfast.same(step, out)):
+        assert found.same, found
+        assert set(found.converted.values()) == {"bfloat16"}
+        assert found.rounded.keys() >= {FC1, FC2, QKV}
+    tensors = weights(out)
+    name = EXPERT.format(3, 7, "down")
+    tensors[name].view(torch.int16)[-1, -1] ^= 1
+    rewrite(out, tensors)
+    assert names(holdfast.same(told[0], out)) == {FC2}
 
 
 @pytest.mark.parametrize("stale", [1, 6])
