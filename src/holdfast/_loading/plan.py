@@ -29,7 +29,8 @@ from holdfast._state.memory import BytesMemory, TensorMemory, torch_dtype
 from holdfast.errors import MissingTensors, ShapeMismatch
 
 _KEEP = (
-    "The checkpoint has no value of this rank; holdfast.PerRank(value, optional=True) keeps the present one."
+    "The checkpoint has no value of this rank; holdfast.PerRank(value, optional=True) keeps the present one, "
+    "holdfast.PerRank(value, merge=rule) makes one from those of the ranks that saved."
 )
 
 
