@@ -24,7 +24,7 @@ from holdfast._layout.tensor import OBJECT
 from holdfast._loading.boxes import are_equal
 from holdfast._loading.filling import announce, give_back
 from holdfast._loading.merging import Merged, merge_ranks
-from holdfast._loading.numbers import check_number, taken_apart
+from holdfast._loading.numbers import check_number, put_exactly, taken_apart
 from holdfast._loading.offset_exchange import OffsetExchange, exchange_offsets, put_in_place, unplaced
 from holdfast._loading.plan import LoadPlan, plan_load
 from holdfast._loading.request import LoadReport, LoadRequest
@@ -179,6 +179,9 @@ class LoadJob:
         threads, progress = self.request.options.writer_threads, self.operation.progress
         read = read_into(self.store, plan.wanted, plan.columns, plan.reads, threads, progress)
         check_same(self.store, index, plan.wanted, plan.tied.unknown, self.operation.tick)
+        for row, target in plan.counts.items():
+            number = plan.wanted.memory[row].tensor  # type: ignore[attr-defined]
+            put_exactly(plan.wanted.specs[row].name, number, target)
         # The caller's streams do not wait for copies on this thread's streams, so finish them here.
         self.streams.finish()
         self.bytes_read = read + index.bytes_read + self.merged.bytes_read

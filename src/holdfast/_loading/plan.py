@@ -57,6 +57,8 @@ class LoadPlan(NamedTuple):
     """Leaves of tensors without dimensions, where the checkpoint has an object."""
     scalars: dict[int, torch.Tensor]
     """Leaves of numbers, where the checkpoint has a tensor without dimensions, and what it is read into."""
+    counts: dict[int, torch.Tensor]
+    """Rows of `wanted` of tensors without dimensions that have another dtype in the state, and those."""
     tensors: tuple[int, int]
     """How many tensors are to be filled, and how many of these the checkpoint has, in whatever shape."""
     absent: tuple[str, ...]
@@ -112,6 +114,7 @@ def plan_load(
     wanted = table.take(keep)
     numbers: set[int] = set()
     scalars: dict[int, torch.Tensor] = {}
+    counts: dict[int, torch.Tensor] = {}
     # Few rows: most are stored as the state has them.
     for at in (~_as_stored(wanted, columns, position)).nonzero()[0].tolist():
         row, column = keep[at], int(position[at])
@@ -130,6 +133,11 @@ def plan_load(
             with bounded_memory(f"The object {spec.name!r} of {request.store.url}"):
                 memory.resize(stored.shape[0])
             wanted.put(at, spec._replace(shape=stored.shape), whole(stored.shape), memory)
+            continue
+        converts = request.cast or of_row[row].converts
+        if spec.shape == stored.shape == () and isinstance(memory, TensorMemory) and not converts:
+            counts[at] = memory.tensor
+            wanted.put(at, stored, box, TensorMemory(torch.empty((), dtype=torch_dtype(stored.dtype))))
             continue
         fitted, part, target = _fit(spec, box, memory, stored, of_row[row], request.cast)
         if part is not box:
@@ -156,6 +164,7 @@ def plan_load(
         wholes,
         frozenset(numbers),
         scalars,
+        counts,
         (int(wants), int((kinds & (rows >= 0)).sum())),
         tuple(missing),
         (*lazy.missing, *missing),
