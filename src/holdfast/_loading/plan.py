@@ -26,6 +26,7 @@ from holdfast._plan.blocks import widen
 from holdfast._plan.shard_table import Memory, ShardTable, describe
 from holdfast._state.leaf import Leaf
 from holdfast._state.memory import BytesMemory, TensorMemory, torch_dtype
+from holdfast._state.subclasses import is_dtensor
 from holdfast.errors import MissingTensors, ShapeMismatch
 
 _KEEP = (
@@ -195,6 +196,7 @@ def _check_missing(
             f"{request.store.url} does not hold {len(names)} of the names in the state: "
             f"{listed(names, say)}.",
             hint=_renaming(index, table, gone, have)
+            or _quantized({table.specs[row].name: of_row[row] for row in gone}, have)
             or (_KEEP if all(of_row[row].private for row in gone) else "")
             or f"It holds {index.tensors} names; leave these out of the load, or pass {request.lenient} to "
             "load the others.",
@@ -222,6 +224,24 @@ def _renaming(index: Source, table: ShardTable, gone: list[int], have: list[str]
         if (other := stored[name]) is not None and other in specs
     )
     return remedy(mapping, fits, len(missing)) if alike else ""
+
+
+def _quantized(missing: dict[str, Leaf], have: list[str]) -> str:
+    """Return the hint about a tensor that is quantized in the state or in the checkpoint, and plain in the
+    other; "" if none is."""
+    for name, leaf in missing.items():
+        below = [other for other in have if is_dtensor(leaf.value) and other.startswith(f"{name}.")]
+        whole = name.rpartition(".")[0]
+        if below or (whole in have and (leaf.outer is not None or name != leaf.name)):
+            return (
+                f"It holds {whole!r}, which is not quantized there and is here."
+                if not below
+                else f"It holds {name!r} in parts, {listed(below, most=3)}: it is quantized there, not here."
+            ) + (
+                " Some optimizers leave small parts of a parameter plain; load it on a number of ranks that "
+                "leaves it as it was, or leave it out of the load."
+            )
+    return ""
 
 
 def _as_stored(table: ShardTable, columns: Columns, position: Array) -> Array:
