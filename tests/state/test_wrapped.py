@@ -92,6 +92,7 @@ def test_rows_with_scales_and_replicas(two: ProcessWorld, three: ProcessWorld, t
 
 
 def test_what_does_not_show_how_it_is_cut_is_refused(two: ProcessWorld, tmp_path: Path) -> None:
-    for columns, closed in two.run(jobs.refused, str(tmp_path / "it")):
+    for freed, columns, closed in two.run(jobs.refused, str(tmp_path / "it")):
+        assert "'odd' (torch.Tensor, shape (2, 6)) has no memory of its own, it was freed" in freed
         assert "does not cut it evenly along the first axis" in columns
         assert "its slices do not show which part of its 'a' belongs to which rows" in closed

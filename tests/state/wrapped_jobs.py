@@ -160,9 +160,13 @@ def weights(rank: int, path: str, saves: bool) -> Any:
 
 
 def refused(rank: int, path: str) -> list[str]:
-    """What is said of wrappers that are cut along another axis, or can't be cut."""
+    """What is said of a plain tensor that was freed, and of wrappers that are cut along another axis, or can't
+    be cut."""
     said = []
+    freed = torch.ones(2, 6)
+    freed.untyped_storage().resize_(0)
     for local, placement in (
+        (freed, Shard(0)),
         (TwoTensor(torch.ones(4, 3), torch.ones(4, 3)), Shard(1)),
         (Closed(torch.ones(2, 6), torch.ones(2, 6)), Shard(0)),
     ):

@@ -277,7 +277,8 @@ def _parts(name: str, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | N
     """Return the parts of a local tensor that consists of several, and their boxes; None if it has memory
     itself."""
     if not hasattr(local, GET_SHARD):
-        if has_memory(local) or local.device.type == "meta":
+        # Of a plain one without memory `spec_of` says that it was freed.
+        if has_memory(local) or type(local) is torch.Tensor or local.device.type == "meta":
             return None
         raise BadInput(
             f"{name!r} is a DTensor whose local tensor is a {type_name(local)}, which has no memory of its "
