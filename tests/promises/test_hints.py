@@ -48,6 +48,7 @@ RAISED_BY: dict[str, list[Callable[..., Any]]] = {
     "_plan/agreement.py": [holdfast.save, holdfast.async_save, holdfast.Checkpoints.save],
     "_protocol/call.py": [holdfast.save, holdfast.load, dcp.save, dcp.load, huggingface.export],
     "_run/owner.py": [holdfast.Checkpoints],
+    "_state/tensors.py": [holdfast.PerRank],
     "_store/retention.py": [holdfast.Checkpoints.save, *([megatron.Checkpoints.save] if megatron else [])],
     "_integrations/dcp.py": [dcp.load],
 }

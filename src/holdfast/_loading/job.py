@@ -23,7 +23,8 @@ from holdfast._layout.ranks import runs
 from holdfast._layout.tensor import OBJECT
 from holdfast._loading.boxes import are_equal
 from holdfast._loading.filling import announce, give_back
-from holdfast._loading.numbers import check_number, taken_apart
+from holdfast._loading.merging import Merged, merge_ranks
+from holdfast._loading.numbers import check_number, put_exactly, taken_apart
 from holdfast._loading.offset_exchange import OffsetExchange, exchange_offsets, put_in_place, unplaced
 from holdfast._loading.plan import LoadPlan, plan_load
 from holdfast._loading.request import LoadReport, LoadRequest
@@ -70,6 +71,7 @@ class LoadJob:
         """Functions to call once all is in the state: `load_state_dict` of stateful values."""
         self.streams = CallerStreams(self.table)
         self.plan: LoadPlan | None = None
+        self.merged = Merged()
         self.stored: Stored | None = None
         """Committer: the names of the checkpoint, if what is left of them is to be told."""
         self.rest = Rest()
@@ -144,7 +146,10 @@ class LoadJob:
             try:
                 if request.rename is not None:
                     index = Renamed(index, request.rename)
-                self.plan = plan = plan_load(index, request, self.leaves, self.table, self.owner)
+                self.merged = merge_ranks(index, request, self.leaves, self.operation.tick)
+                keep = [row for row, leaf in enumerate(self.owner) if leaf not in self.merged.values]
+                table, owner = self.table.take(keep), [self.owner[row] for row in keep]
+                self.plan = plan = plan_load(index, request, self.leaves, table, owner)
                 self.operation.step = plan.step  # events have it from here on
                 rows, left_out = self._asked(index, plan)
                 self._read(index, plan)
@@ -160,7 +165,8 @@ class LoadJob:
                     ) from None
                 raise self.version.replaced() from None
         kept = (*plan.absent, *plan.skipped)[:KEPT]
-        return HaveRead(self.bytes_read, plan.rows_asked, plan.tensors, kept, rows, left_out)
+        asked = plan.rows_asked + len(self.merged.rows)
+        return HaveRead(self.bytes_read, asked, plan.tensors, kept, rows, left_out)
 
     def _read(self, index: Source, plan: LoadPlan) -> None:
         self.operation.bytes_total = plan.reads.bytes_needed
@@ -173,9 +179,12 @@ class LoadJob:
         threads, progress = self.request.options.writer_threads, self.operation.progress
         read = read_into(self.store, plan.wanted, plan.columns, plan.reads, threads, progress)
         check_same(self.store, index, plan.wanted, plan.tied.unknown, self.operation.tick)
+        for row, target in plan.counts.items():
+            number = plan.wanted.memory[row].tensor  # type: ignore[attr-defined]
+            put_exactly(plan.wanted.specs[row].name, number, target)
         # The caller's streams do not wait for copies on this thread's streams, so finish them here.
         self.streams.finish()
-        self.bytes_read = read + index.bytes_read
+        self.bytes_read = read + index.bytes_read + self.merged.bytes_read
         # Decoded before this rank reports that it has read: an object that can't be decoded fails the load on
         # all ranks.
         for spec, memory, leaf in zip(plan.wanted.specs, plan.wanted.memory, plan.filled, strict=True):
@@ -203,10 +212,11 @@ class LoadJob:
             tells, counts, left_out = True, index.is_weight, sorted(self._left_out(index, index.tied, plan))
         # Names are read by one rank, and only where this one does not ask for all of them: to tell what is
         # left; or if it fills no tensor, for an error.
-        rest = tells and len(plan.found) < index.tensors
+        asked = sorted({*plan.found.tolist(), *self.merged.rows})
+        rest = tells and len(asked) < index.tensors
         if self.operation.context.is_committer and (rest or not plan.tensors[1]):
             self.stored = Stored(index.names(), counts if tells else lambda name: False)
-        return list(runs(plan.found.tolist())), left_out
+        return list(runs(asked)), left_out
 
     def _left_out(self, index: Source, tied: tuple[str, str] | None, plan: LoadPlan) -> frozenset[str]:
         """Return the tensors that this rank does not ask for on purpose."""
@@ -244,8 +254,10 @@ class LoadJob:
         plan, context = self.plan, self.operation.context
         assert plan is not None
         # Only now that all ranks have read: until then any rank may fail the load of all.
-        give_back(self.leaves, plan.filled, self.objects, self.built)
-        filled = {id(self.leaves[leaf]) for leaf in plan.filled} | {id(leaf) for leaf, _ in self.built}
+        self.objects.update(self.merged.fill(self.leaves))
+        at = [*plan.filled, *self.merged.values]
+        give_back(self.leaves, at, self.objects, self.built)
+        filled = {id(self.leaves[leaf]) for leaf in at} | {id(leaf) for leaf, _ in self.built}
         everything = self.request.include is None and not self.request.exclude
         for leaves, finish in self.after:
             if not everything and not any(id(leaf) in filled for leaf in leaves):
@@ -262,7 +274,7 @@ class LoadJob:
         return LoadReport(
             self.store.url,
             plan.step,
-            len(set(plan.filled)),
+            len(set(at)),
             plan.reads.bytes_needed,
             self.bytes_read,
             self.operation.seconds(),

@@ -3,6 +3,8 @@ optimizer's group, may change between a number and a tensor without dimensions f
 
 A load gives what is stored, as `torch.load` does. A list of groups without a tensor in it is one object, with
 one it is stored in parts: then the parts are taken out of the object.
+
+A counter may also have another dtype: an optimizer that has taken its steps under another default dtype.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+import torch
 
 from holdfast._io.source import Source
 from holdfast._layout.tensor import OBJECT, TensorSpec
@@ -103,3 +106,20 @@ def check_number(spec: TensorSpec, value: object) -> None:
             hint="object and tensor can't be exchanged.",
             details={"tensor": spec.name},
         )
+
+
+def put_exactly(name: str, number: torch.Tensor, target: torch.Tensor) -> None:
+    """Put a number that is stored in another dtype into a tensor of the state. Raises ShapeMismatch if that
+    would change it."""
+    made = number.to(target.dtype)
+    given, got = number.item(), made.item()
+    # Python compares whole numbers and others without rounding either. NaN equals nothing.
+    if given != got and (given == given or got == got):
+        raise ShapeMismatch(
+            f"{name!r}: the checkpoint holds {given} as {str(number.dtype)[6:]}, the state wants "
+            f"{str(target.dtype)[6:]}, which would make it {got}.",
+            hint="holdfast.load(cast=True) converts.",
+            details={"tensor": name},
+        )
+    with torch.no_grad():
+        target.detach().copy_(made)

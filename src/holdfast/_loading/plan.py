@@ -26,10 +26,12 @@ from holdfast._plan.blocks import widen
 from holdfast._plan.shard_table import Memory, ShardTable, describe
 from holdfast._state.leaf import Leaf
 from holdfast._state.memory import BytesMemory, TensorMemory, torch_dtype
+from holdfast._state.subclasses import is_dtensor
 from holdfast.errors import MissingTensors, ShapeMismatch
 
 _KEEP = (
-    "The checkpoint has no value of this rank; holdfast.PerRank(value, optional=True) keeps the present one."
+    "The checkpoint has no value of this rank; holdfast.PerRank(value, optional=True) keeps the present one, "
+    "holdfast.PerRank(value, merge=rule) makes one from those of the ranks that saved."
 )
 
 
@@ -56,6 +58,8 @@ class LoadPlan(NamedTuple):
     """Leaves of tensors without dimensions, where the checkpoint has an object."""
     scalars: dict[int, torch.Tensor]
     """Leaves of numbers, where the checkpoint has a tensor without dimensions, and what it is read into."""
+    counts: dict[int, torch.Tensor]
+    """Rows of `wanted` of tensors without dimensions that have another dtype in the state, and those."""
     tensors: tuple[int, int]
     """How many tensors are to be filled, and how many of these the checkpoint has, in whatever shape."""
     absent: tuple[str, ...]
@@ -111,6 +115,7 @@ def plan_load(
     wanted = table.take(keep)
     numbers: set[int] = set()
     scalars: dict[int, torch.Tensor] = {}
+    counts: dict[int, torch.Tensor] = {}
     # Few rows: most are stored as the state has them.
     for at in (~_as_stored(wanted, columns, position)).nonzero()[0].tolist():
         row, column = keep[at], int(position[at])
@@ -129,6 +134,11 @@ def plan_load(
             with bounded_memory(f"The object {spec.name!r} of {request.store.url}"):
                 memory.resize(stored.shape[0])
             wanted.put(at, spec._replace(shape=stored.shape), whole(stored.shape), memory)
+            continue
+        converts = request.cast or of_row[row].converts
+        if spec.shape == stored.shape == () and isinstance(memory, TensorMemory) and not converts:
+            counts[at] = memory.tensor
+            wanted.put(at, stored, box, TensorMemory(torch.empty((), dtype=torch_dtype(stored.dtype))))
             continue
         fitted, part, target = _fit(spec, box, memory, stored, of_row[row], request.cast)
         if part is not box:
@@ -155,6 +165,7 @@ def plan_load(
         wholes,
         frozenset(numbers),
         scalars,
+        counts,
         (int(wants), int((kinds & (rows >= 0)).sum())),
         tuple(missing),
         (*lazy.missing, *missing),
@@ -185,6 +196,7 @@ def _check_missing(
             f"{request.store.url} does not hold {len(names)} of the names in the state: "
             f"{listed(names, say)}.",
             hint=_renaming(index, table, gone, have)
+            or _quantized({table.specs[row].name: of_row[row] for row in gone}, have)
             or (_KEEP if all(of_row[row].private for row in gone) else "")
             or f"It holds {index.tensors} names; leave these out of the load, or pass {request.lenient} to "
             "load the others.",
@@ -212,6 +224,24 @@ def _renaming(index: Source, table: ShardTable, gone: list[int], have: list[str]
         if (other := stored[name]) is not None and other in specs
     )
     return remedy(mapping, fits, len(missing)) if alike else ""
+
+
+def _quantized(missing: dict[str, Leaf], have: list[str]) -> str:
+    """Return the hint about a tensor that is quantized in the state or in the checkpoint, and plain in the
+    other; "" if none is."""
+    for name, leaf in missing.items():
+        below = [other for other in have if is_dtensor(leaf.value) and other.startswith(f"{name}.")]
+        whole = name.rpartition(".")[0]
+        if below or (whole in have and (leaf.outer is not None or name != leaf.name)):
+            return (
+                f"It holds {whole!r}, which is not quantized there and is here."
+                if not below
+                else f"It holds {name!r} in parts, {listed(below, most=3)}: it is quantized there, not here."
+            ) + (
+                " Some optimizers leave small parts of a parameter plain; load it on a number of ranks that "
+                "leaves it as it was, or leave it out of the load."
+            )
+    return ""
 
 
 def _as_stored(table: ShardTable, columns: Columns, position: Array) -> Array:

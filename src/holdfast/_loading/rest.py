@@ -92,8 +92,8 @@ def _refuse_gone(where: str, gone: list[str]) -> None:
             f"{where} holds {len(gone)} values of ranks that are not in this load, and would lose them: "
             f"{listed(gone)}.",
             hint="If they may go, say so: holdfast.PerRank(value, optional=True), or strict=False. If they "
-            f"may not, as positions in the data: read them with holdfast.load(path, include={patterns}), put "
-            f"them together, and leave them out of this load, exclude={patterns}.",
+            "may not, as positions in the data, give the rule that makes a rank's value from those of all: "
+            f"holdfast.PerRank(value, merge=rule); holdfast.load(path, include={patterns}) shows them.",
             details={"names": gone[:100]},
         )
 

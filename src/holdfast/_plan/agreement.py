@@ -138,11 +138,15 @@ def check_coverage(names: list[str], shapes: Array, ndim: Array, first: Array, r
     place = unpad(np.asarray(problem.place), dims)
     shape = unpad(shapes[problem.tensor], dims)
     location = f"from index {list(place)} on" if dims else "its one element"
+    below = [other for other in names if other.startswith(f"{name}.")] if problem.kind == "gap" else []
     sentence, guilty = _say(problem, rows, mine, ranks, location, int(first[problem.tensor]))
     raise CoverageError(
         f"Tensor {name!r} of shape {list(shape)} {sentence}.",
         rank=guilty,
-        hint="Check the offsets, global shapes and replica counts that these ranks declare, and that every "
+        hint=f"Other ranks hold it in parts, {listed(below, most=3)}: it is quantized there, not here. Some "
+        "optimizers leave small parts of a parameter plain; cut it over fewer ranks, or keep it plain on all."
+        if below
+        else "Check the offsets, global shapes and replica counts that these ranks declare, and that every "
         "rank which holds a part takes part in the save.",
         details={"tensor": name, "kind": problem.kind, "place": list(place), "ranks": ranks[:64]},
     )

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from holdfast._layout.box import Box
+from holdfast._layout.box import Box, whole
 from holdfast._layout.deferred_offset import DeferredOffset, told
 from holdfast._layout.tensor import Dims, Replica, TensorSpec
 from holdfast._plan.shard_table import ShardTable
 from holdfast._state.memory import TensorMemory, spec_of
-from holdfast._state.subclasses import has_memory, settled, type_name
+from holdfast._state.subclasses import has_memory, is_wrapper, settled, type_name
+from holdfast._state.wrapped import inner_parts
 from holdfast.errors import BadInput
 
 if TYPE_CHECKING:  # a process without DTensors never imports them
@@ -222,12 +223,11 @@ def add_dtensor(
     view = mesh_view(value.device_mesh)
     if view.coordinate is None:
         return
-    parts = _parts(name, local)
+    wrapped = is_wrapper(local) and not hasattr(local, GET_SHARD)
+    parts = None if wrapped else _parts(name, local)
     if parts == []:
         return
-    # Of a part, if there are parts: the wrapper around them has no memory and would be refused.
-    spec = spec_of(name, parts[0][1] if parts else local, value.shape)
-    layout = _layout(len(spec.shape), value.placements, view)
+    layout = _layout(value.dim(), value.placements, view)
     if isinstance(layout, int):
         raise BadInput(
             f"{name!r} is a DTensor with a pending reduction ({value.placements[layout]}) over mesh "
@@ -238,6 +238,11 @@ def add_dtensor(
     # Otherwise the ranks find out who has a copy, as for plain tensors (docs/decisions/0004).
     if undeclared is None and spans(value.device_mesh, everyone):
         declared = layout.replica
+    if wrapped:
+        _add_wrapped(table, name, value, layout, declared, undeclared)
+        return
+    # Of a part, if there are parts: the wrapper around them has no memory and would be refused.
+    spec = spec_of(name, parts[0][1] if parts else local, value.shape)
     if parts is not None:
         for box, part in parts:
             table.add(spec, box, declared, False, TensorMemory(part.detach()))
@@ -272,7 +277,8 @@ def _parts(name: str, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | N
     """Return the parts of a local tensor that consists of several, and their boxes; None if it has memory
     itself."""
     if not hasattr(local, GET_SHARD):
-        if has_memory(local) or local.device.type == "meta":
+        # Of a plain one without memory `spec_of` says that it was freed.
+        if has_memory(local) or type(local) is torch.Tensor or local.device.type == "meta":
             return None
         raise BadInput(
             f"{name!r} is a DTensor whose local tensor is a {type_name(local)}, which has no memory of its "
@@ -296,6 +302,33 @@ def _parts(name: str, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | N
             )
         parts.append((box, part))
     return parts
+
+
+def _add_wrapped(
+    table: ShardTable,
+    name: str,
+    value: DTensor,
+    layout: _Layout,
+    declared: Replica | None,
+    undeclared: Replica | None,
+) -> None:
+    """Add the tensors that a local tensor is made of, each under its own name."""
+    local, expected = settled(value._local_tensor), pieces(tuple(value.shape), layout.cuts)
+    by_rows = layout.cut in ((), (0,)) and layout.even and len(expected.parts) == 1
+    if not by_rows or tuple(local.shape) != expected.shape or hasattr(local, CHUNKS):
+        raise BadInput(
+            f"{name!r} is a DTensor whose local tensor is a {type_name(local)} of shape "
+            f"{tuple(local.shape)}, and {value.placements} on a mesh of shape "
+            f"{tuple(value.device_mesh.shape)} does not cut it evenly along the first axis, as such must be.",
+            hint="Keep it as a plain tensor of each rank (holdfast.PerRank), or as a DTensor of plain "
+            "tensors.",
+        )
+    for inner in inner_parts(name, local, tuple(value.shape), expected.begin[0] if expected.begin else 0):
+        spec, memory = spec_of(f"{name}.{inner.path}", inner.tensor, inner.shape), TensorMemory(inner.tensor)
+        if inner.is_whole:
+            table.add(spec, whole(inner.shape), undeclared, True, memory)
+        else:
+            table.add(spec, Box(inner.begin, tuple(inner.tensor.shape)), declared, False, memory)
 
 
 def _open_axis(name: str, value: DTensor, shape: Dims, expected: Pieces, layout: _Layout) -> int:

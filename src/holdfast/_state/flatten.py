@@ -27,7 +27,7 @@ from holdfast._layout.patterns import head_of, is_selected, refuse_text, selecto
 from holdfast._layout.tensor import OBJECT
 from holdfast._plan.shard_table import ShardTable
 from holdfast._state.dtensor import add_dtensor
-from holdfast._state.leaf import Flat, Leaf
+from holdfast._state.leaf import Flat, Leaf, Rule
 from holdfast._state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest, StateDict
 from holdfast._state.memory import Part, TensorMemory, add_plain, plain_address, spec_of
 from holdfast._state.meta import is_meta, materialize
@@ -114,9 +114,10 @@ def _walk(
     elif isinstance(value, Shard):
         leaves.append(Leaf(name, value, put))
     elif isinstance(value, PerRank):
+        rule = value.merge and Rule(name_of_rank(name, rank), value.merge, value.value, flat.states)
         _walk(value.value, name_of_rank(name, rank), partial(setattr, value, "value"), flat, rank, True)
         for leaf in leaves[first:]:
-            leaf.optional = value.optional
+            leaf.optional, leaf.rule = value.optional, rule
     elif is_stateful(value):
         _walk_stateful(value, name, flat, rank, private)
     elif isinstance(value, list | tuple) and has_tensors(value):
@@ -206,6 +207,7 @@ def _walk_stateful(value: Stateful, name: str, flat: Flat, rank: int, private: b
     state = value.state_dict()
     if isinstance(value, torch.optim.Optimizer):
         state = with_lazy_states(value, state)
+    flat.states[id(value)] = state
     inner = [state]  # in a list, so that a load can replace a state that is not a dict
     first = len(flat.leaves)
     _walk(state, name, partial(setitem, inner, 0), flat, rank, private)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast._layout.patterns import Patterns
 from holdfast._state.live import LiveSource
+
+
+class Rule(NamedTuple):
+    """How the value of this rank is made from other ranks' values (`PerRank(merge=)`)."""
+
+    name: str
+    """With this rank in it."""
+    merge: Callable[[Mapping[int, Any]], Any]
+    value: object
+    """The present value."""
+    states: Mapping[int, object]
+    """The states of stateful values in it, by the `id` of each value."""
 
 
 @dataclass(slots=True)
@@ -22,6 +34,8 @@ class Leaf:
     optional: bool = False
     private: bool = False
     """Whether it belongs to this rank (PerRank): no other rank holds the name."""
+    rule: Rule | None = None
+    """What makes it, together with the other leaves of this rule, if it was saved by other ranks."""
     converts: bool = False
     """Whether a load converts another dtype to this tensor's, as torch DCP and Megatron do."""
     fits: bool = False
@@ -47,6 +61,8 @@ class Flat:
     leaves: list[Leaf] = field(default_factory=list)
     containers: dict[str, type[str] | type[int]] = field(default_factory=dict)
     """The dicts and lists that were walked, by name: whether their parts have names or numbers."""
+    states: dict[int, object] = field(default_factory=dict)
+    """What stateful values have returned as their states, by the `id` of each value."""
     after: list[tuple[list[Leaf], Callable[[], None]]] = field(default_factory=list)
     """To call after everything is loaded: load_state_dict of stateful values, innermost first, each with the
     leaves of its value."""

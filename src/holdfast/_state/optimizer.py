@@ -306,6 +306,17 @@ class _Changes:
                     # A rate that is a tensor stays on its device; a load may have created it in host memory.
                     value = value.to(group[key].device)
                 group[key] = value
+        for optimizer in {
+            id(optimizer): optimizer for optimizer, _, state in self._states if _counts(state)
+        }.values():
+            # As load_state_dict does: there torch's optimizers make tensors of such numbers, which older
+            # versions have saved, and step with tensors only.
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
+def _counts(state: State) -> bool:
+    """Return whether a state counts its steps by a number that is no tensor."""
+    return isinstance(state.get("step"), int | float)
 
 
 def _is_same(present: object, state: State) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,13 +86,31 @@ class PerRank:
     (the world has grown) keeps the present value if `optional`, otherwise the load fails; it also fails if
     values of ranks that are gone (the world has shrunk) would be lost, unless it is `optional`, or the load
     has `strict=False`. After a load, `value` is the loaded value.
+
+    merge: makes the value of this rank from those of the ranks that saved, {rank: value} with ascending
+        ranks, each built as `value` is, its tensors in host memory. It is called once on each rank, and only
+        if the ranks of the load are others than those of the save; on another thread, before anything is put
+        into the state. It may not call collectives: every rank gets the values of all. What it returns has
+        the names, and tensors have the shapes and dtypes, that `value` has. If it raises, or returns
+        something else, all ranks raise LoadFailed.
     """
 
-    __slots__ = ("optional", "value")
+    __slots__ = ("merge", "optional", "value")
 
-    def __init__(self, value: Any, optional: bool = False) -> None:
+    def __init__(
+        self,
+        value: Any,
+        optional: bool = False,
+        merge: Callable[[Mapping[int, Any]], Any] | None = None,
+    ) -> None:
         self.value: Any = value
         self.optional: bool = optional
+        self.merge: Callable[[Mapping[int, Any]], Any] | None = merge
+        if merge is not None and not callable(merge):
+            raise BadInput(
+                f"PerRank: merge must be a function of the values by rank, not {merge!r}.",
+                hint="For example merge=lambda values: values[min(values)].",
+            )
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"

@@ -523,3 +523,35 @@ def load_as_buckets(rank: int, layout: Layout, recipe: Recipe, folder: str) -> s
         except BadInput as error:
             return str(error)
         return "loaded"
+
+
+def save_without_memory(rank: int, folder: str, described_before: bool) -> str:
+    """What is said, after `install()`, of an optimizer whose memory was released, as frameworks of
+    reinforcement learning do while they generate."""
+    from megatron.core import dist_checkpointing
+
+    import holdfast
+
+    with training(Layout(), Recipe(layers=2)) as run:
+        run.step()
+        model, metadata = run.model_state(), run.metadata()
+        optimizers = getattr(run.optimizer, "chained_optimizers", [run.optimizer])
+        states = [values for part in optimizers for values in part.optimizer.state.values()]
+
+        def release() -> None:
+            for key in ("exp_avg", "exp_avg_sq"):
+                for values in states:
+                    values[key].untyped_storage().resize_(0)
+
+        holdfast.install(job=JOB, warm_up=False, session=False)
+        try:
+            if not described_before:
+                release()
+            state = {**model, "optimizer": run.optimizer.sharded_state_dict(model, metadata=metadata)}
+            release()
+            dist_checkpointing.save(state, folder, content_metadata=metadata)
+        except BadInput as error:
+            return str(error)
+        finally:
+            holdfast.uninstall()
+        return ""

@@ -23,6 +23,7 @@ from tests.integrations.megatron.jobs import (
     queue_of_requests,
     save_by_some,
     save_slowly,
+    save_without_memory,
     stock_buckets_save,
     stock_load_and_save,
     stock_save_both,
@@ -226,3 +227,13 @@ def test_an_optimizer_that_is_asked_for_by_buckets_is_told_what_to_give(tmp_path
         for said in world.run(load_as_buckets, Layout(), SMALL, str(tmp_path / "step"), timeout=120):
             assert "is asked for as megatron-core's dp_reshardable" in said
             assert "load_content_metadata(folder)" in said
+
+
+@pytest.mark.parametrize("described_before", [False, True])
+def test_a_state_whose_memory_was_released_is_named(described_before: bool, tmp_path: Path) -> None:
+    with ProcessWorld(2) as world:
+        for said in world.run(save_without_memory, str(tmp_path / "step"), described_before, timeout=120):
+            assert "'optimizer.state.exp_avg." in said
+            assert "has no memory of its own, it was freed" in said
+            assert "Give the tensor while its storage is there" in said
+    assert not (tmp_path / "step" / "index.safetensors").exists()

@@ -27,6 +27,7 @@ from holdfast._integrations.megatron.groups import check_kinds, find_group
 from holdfast._integrations.megatron.shards import WrittenCopies
 from holdfast._integrations.megatron.steps import groups_of, step_of, step_of_others
 from holdfast._layout.box import from_flat_range
+from holdfast._state.subclasses import check_kind, has_memory
 from holdfast.errors import BadInput
 
 MARK = "holdfast_pieces"
@@ -362,6 +363,8 @@ def _pieces(
         low, high = max(start, begin), min(stop, begin + math.prod(tensor.local_shape))
         if low >= high:
             continue
+        if not has_memory(values):  # before torch refuses to cut it, and names nothing
+            check_kind(f"{prefix}.{tensor.key}", values)
         offset = low - start
         lead = tensor.prepend_axis_num
         for box in from_flat_range(tuple(tensor.local_shape), low - begin, high - begin):
