@@ -16,7 +16,8 @@ from holdfast._loading.job import run_load_once
 from holdfast._loading.request import RAISE, LoadReport, LoadRequest
 from holdfast._protocol.call import Call, begin_call, whole_step
 from holdfast._protocol.operation import agree
-from holdfast._run.folder import RunFolder, one_at_a_time
+from holdfast._run.folder import RunFolder
+from holdfast._run.turns import one_at_a_time
 from holdfast._saving.job import SaveJob
 from holdfast._saving.request import PREVIOUS, SaveRequest
 from holdfast._state.flatten import flatten

@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import wraps
-from typing import Concatenate, ParamSpec, Self, SupportsFloat, TypeVar
+from typing import Self, SupportsFloat, TypeVar
 
 from holdfast import events
 from holdfast._background.pending import Pending, finished
@@ -25,6 +24,7 @@ from holdfast._protocol.operation import agree
 from holdfast._run.origin import Origin
 from holdfast._run.owner import lease_of
 from holdfast._run.save_times import SaveTimes
+from holdfast._run.turns import one_at_a_time
 from holdfast._saving.job import SaveJob
 from holdfast._store.absence import explain_fresh_start
 from holdfast._store.base import Folder, Store
@@ -53,25 +53,6 @@ _RETRY = re.compile(r"retry\((\d+)\)")
 TRIES = 10
 """How often a load begins again because its checkpoint was replaced or retired meanwhile."""
 T = TypeVar("T")
-P = ParamSpec("P")
-Run = TypeVar("Run", bound="RunFolder")
-
-
-def one_at_a_time(method: Callable[Concatenate[Run, P], T]) -> Callable[Concatenate[Run, P], T]:
-    """Make a method wait for other threads that are in such methods of the same object. Each of them ends by
-    its own deadline."""
-
-    @wraps(method)
-    def call(self: Run, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        # The thread that holds the lock may be one of the parent's; and a callback, which runs on a thread of
-        # Holdfast's, may be called by the very call that holds it.
-        ours = threading.current_thread().name.startswith("holdfast-")
-        if ours or self._queue.is_of_another_process():
-            return method(self, *args, **kwargs)
-        with self._calls:
-            return method(self, *args, **kwargs)
-
-    return call
 
 
 class RunFolder:
@@ -146,7 +127,7 @@ class RunFolder:
         self._origin: Origin | None = Origin()
         """None once a save is committed, so that later ones need not look."""
         self._calls = threading.RLock()
-        """Held by a call (`one_at_a_time`)."""
+        """Held by a call (`turns`)."""
         # At the end of the process the folder is released after the saves.
         self._lease = lease_of(self.store)
         self._queue = SaveQueue(self, in_order=False)

@@ -17,7 +17,8 @@ from holdfast._integrations.megatron.checkpointing import load_state
 from holdfast._integrations.megatron.metadata import mark, write_after_commit
 from holdfast._integrations.megatron.saving import read_state_dict
 from holdfast._protocol.call import Call, begin_call, whole_step
-from holdfast._run.folder import RunFolder, one_at_a_time
+from holdfast._run.folder import RunFolder
+from holdfast._run.turns import one_at_a_time
 from holdfast._saving.job import SaveJob
 from holdfast._store.local import open_store
 from holdfast._store.run_folder import newest_steps
