@@ -73,8 +73,8 @@ class RunFolder:
     on_failure: what a failed save in the background does: "raise" its error on all ranks at the next `save`
         that waits for it (with one in flight: the next `save`), at `restore` or `close`; "warn" and go on;
         "retry(3)": try three times more, then raise.
-    takeover: save even if another job saves into this folder that is at work, or is not known to have ended;
-        the saves of that job then fail.
+    takeover: take the folder, once, also from a job that is at work, or is not known to have ended; its saves
+        then fail, until it makes a new Checkpoints.
     job: who takes part in every call, its deadlines and options (`holdfast.Job`). Of `host_memory_budget`,
         each save that may be under way has an equal part.
     """
