@@ -115,7 +115,7 @@ class Checkpoints(RunFolder):
     def _committed(self, iteration: int) -> None:
         # The tracker comes last: it must only name folders that frameworks take for a checkpoint.
         self._retire(iteration)
-        with self._tidying:
+        with self._old.tidying:
             # Not always this one: with several saves in flight, a newer one may have been committed before.
             newest = next(iter(newest_steps(self.store, 1)), iteration)
             write_after_commit(self.store, TRACKER, str(newest))
