@@ -37,8 +37,8 @@ class Checkpoints(RunFolder):
     others are removed after a newer one is committed, never before. Use it as a context manager, or call
     `close()`, before the process group is destroyed: both wait for the saves under way.
 
-    keep_every, best, best_mode, save_every, asynchronous, in_flight, on_busy, on_failure, takeover,
-    start_from, job: see `holdfast._run.folder.RunFolder`.
+    keep_every, best, best_mode, keep_best, save_every, asynchronous, in_flight, on_busy, on_failure,
+    takeover, start_from, job: see `holdfast._run.folder.RunFolder`.
     """
 
     def save(

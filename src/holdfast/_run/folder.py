@@ -61,6 +61,7 @@ class RunFolder:
     keep_every: also keep the steps that are multiples of it; or, with a timedelta, one in every so much time.
     best, best_mode: also keep the step whose metric of this name (`save(metrics=)`) is the lowest ("min") or
         the highest ("max").
+    keep_best: how many of the best steps stay.
     save_every: `save` does nothing, and returns None, but at multiples of it; or, with a timedelta, before so
         much time has passed since the last one, by the clock of the lowest participant.
     asynchronous: `save` returns once the state is copied; else once it is committed.
@@ -90,6 +91,7 @@ class RunFolder:
         keep_every: int | timedelta | None = None,
         best: str | None = None,
         best_mode: str | None = None,
+        keep_best: int = 1,
         save_every: int | timedelta | None = None,
         asynchronous: bool = True,
         in_flight: int = 1,
@@ -99,7 +101,9 @@ class RunFolder:
         start_from: Folder | None = None,
         job: Job | None = None,
     ) -> None:
-        self._rules = Retention(keep=keep, keep_every=keep_every, best=best, best_mode=best_mode)
+        self._rules = Retention(
+            keep=keep, keep_every=keep_every, best=best, best_mode=best_mode, keep_best=keep_best
+        )
         if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
             raise BadInput(f"in_flight must be a whole number from 1 on, not {in_flight!r}.")
         if on_busy not in ("wait", "skip"):
