@@ -72,6 +72,10 @@ def test_positions_of_another_number_of_ranks_are_refused_on_all(
             assert error.startswith("LoadFailed")
             assert f"those of ranks {said[0]}, and ranks {said[1]} load them" in error
         assert all(len(fine) == 3 for fine in now.run(jobs.resume, str(run), False)), "without the loader"
+        anew: list[Any] = now.run(jobs.resume, str(run), True, ["train.loader"])
+        assert [(item, counts) for _, item, counts in anew] == [
+            (100 * rank, (7, 2, 1024.0)) for rank in range(len(anew))
+        ]
 
 
 @pytest.mark.parametrize("how", ["holdfast", "dcp", "direct"])

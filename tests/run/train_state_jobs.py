@@ -66,12 +66,14 @@ def save(rank: int, run: str, with_loader: bool) -> tuple[list[float], int]:
     return draw(), loader.next()
 
 
-def resume(rank: int, run: str, with_loader: bool) -> tuple[list[float], int, tuple[int, int, float]] | str:
+def resume(
+    rank: int, run: str, with_loader: bool, exclude: list[str] | None = None
+) -> tuple[list[float], int, tuple[int, int, float]] | str:
     """Go on from step 7, or return the error and prove that nothing was set."""
     train, loader = make(rank, with_loader)
     with holdfast.Checkpoints(run, job=JOB) as checkpoints:
         try:
-            checkpoints.restore({"w": torch.zeros(4), "train": train})
+            checkpoints.restore({"w": torch.zeros(4), "train": train}, exclude=exclude)
         except HoldfastError as error:
             assert (train.step, train.epoch, loader.read) == (0, 0, [])
             seed(1000 + rank)

@@ -95,8 +95,8 @@ class TrainState:
                 f"The positions in the data are those of ranks {state['loader']['ranks']}, and ranks "
                 f"{ranks_text(everyone)} load them: a loader can't tell what is left for each rank.",
                 rank=rank,
-                hint="Go on with the ranks that saved them; or make TrainState without the loader for this "
-                "start, and let the loader begin where it should.",
+                hint="Go on with the ranks that saved them; or leave the loader out of this load, and let it "
+                "begin where it should.",
             )
         self.step, self.epoch = int(state["step"]), int(state["epoch"])
         if self.scaler is not None:
