@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from holdfast._protocol.job import Job
     from holdfast._run.checkpoints import Checkpoints
     from holdfast._run.preemption import Preemption
+    from holdfast._run.train_state import TrainState
     from holdfast._saving.job import SaveReport, save
     from holdfast._state.optimizer import get_state_dict, set_state_dict
     from holdfast._state.tensors import PerRank, Shard
@@ -61,6 +62,7 @@ _WHERE = {
     "Preemption": "holdfast._run.preemption",
     "SaveReport": "holdfast._saving.job",
     "Shard": "holdfast._state.tensors",
+    "TrainState": "holdfast._run.train_state",
     "__version__": "holdfast._version",
     "async_save": "holdfast._background.async_save",
     "audit": "holdfast._groups.audit.audit",
@@ -95,6 +97,7 @@ __all__ = [
     "Preemption",
     "SaveReport",
     "Shard",
+    "TrainState",
     "async_save",
     "audit",
     "dcp",

@@ -142,7 +142,11 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_every_error_and_exit_code_has_a_line_on_what_to_do() -> None:
     page = text("docs/troubleshooting.md")
-    assert {row[0] for row in table(page, "errors")} == error_names() - {"HoldfastError", "Spared", "Unplaced"}
+    assert {row[0] for row in table(page, "errors")} == error_names() - {
+        "HoldfastError",
+        "Spared",
+        "Unplaced",
+    }
     codes = set(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE)))
     assert codes == {1, EXIT_STUCK, EXIT_LATE}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -27,17 +28,22 @@ from tests.support.waiting import wait_until
 JOB = """
 import sys, torch, holdfast
 run, first = sys.argv[1], int(sys.argv[2])
-checkpoints = holdfast.Checkpoints(run, keep=2, asynchronous=False)
+how = dict(keep=2, asynchronous=False, takeover="takeover" in sys.argv)
+checkpoints = holdfast.Checkpoints(run, **how)
 for step in range(first, first + 40, 2):
     print(step, flush=True)
-    if sys.stdin.readline().strip() == "end":
+    asked = sys.stdin.readline().strip()
+    if asked == "end":
         break
+    if asked == "new":
+        checkpoints.close()
+        checkpoints = holdfast.Checkpoints(run, **how)
     try:
         checkpoints.save(step, {"w": torch.full((3,), float(step))})
         print("saved", flush=True)
     except holdfast.errors.Conflict as error:
         print("Conflict", error, flush=True)
-if sys.argv[3:] == ["close"]:
+if "close" in sys.argv:
     checkpoints.close()
 """
 
@@ -58,10 +64,11 @@ class Job:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def save(self) -> str:
+    def save(self, new: bool = False) -> str:
+        """new: by a new Checkpoints, after the old one is closed."""
         assert self.process.stdin is not None
         self._line()
-        self.process.stdin.write("go\n")
+        self.process.stdin.write("new\n" if new else "go\n")
         self.process.stdin.flush()
         return self._line()
 
@@ -122,7 +129,7 @@ def test_a_job_may_be_told_to_take_over_and_the_other_hears_of_it(tmp_path: Path
 
 def elsewhere(run: Path, **said: Any) -> Owner:
     """An owner on a host that can't be seen from here."""
-    made = Owner("a job", "", 0, "x", 0, "far-away", "another machine", 7, "1", 0.0, 3, "0" * 16)
+    made = Owner("a job", "", 0, "x", 0, "far-away", "another machine", 7, "1", 0.0, 3, version="0" * 16)
     made = msgspec.structs.replace(made, **said)
     (run / OWNER).write_bytes(msgspec.json.encode(made))
     return made
@@ -140,7 +147,7 @@ def test_an_owner_that_cannot_be_seen_is_watched_for_signs_of_life(
     assert len(ticks) > 3, "others see that this goes on"
     assert json.loads((tmp_path / OWNER).read_text())["pid"] == os.getpid()
     checkpoints.close()
-    assert not (tmp_path / OWNER).exists()
+    assert json.loads((tmp_path / OWNER).read_text())["ended"], "the owner before may live, and must see it"
 
 
 def test_an_owner_elsewhere_that_lives_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,13 +228,70 @@ def test_a_live_owner_is_not_taken_over_by_a_job_of_its_name(
         checkpoints.save(1, {"w": torch.ones(1)})
 
 
-def test_a_folder_is_taken_back_once_who_took_it_has_ended(tmp_path: Path) -> None:
-    with holdfast.Checkpoints(tmp_path, asynchronous=False, job=holdfast.Job(no_dist=True)) as checkpoints:
+@pytest.mark.parametrize("how", ["takeover", "silence"])
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_a_folder_that_was_taken_over_is_not_taken_back_without_a_word(
+    tmp_path: Path, jobs: Any, monkeypatch: pytest.MonkeyPatch, how: str, end: str
+) -> None:
+    old = jobs(tmp_path, 0)
+    assert old.save() == "saved"
+    if how == "silence":  # the old job is on a host that can't be seen, and stands still
+        said = msgspec.json.decode((tmp_path / OWNER).read_bytes(), type=Owner)
+        said = msgspec.structs.replace(said, machine="another machine", name="")
+        (tmp_path / OWNER).write_bytes(msgspec.json.encode(said))
+        monkeypatch.setattr(owner, "SILENT", 0.5)
+        with holdfast.Checkpoints(tmp_path, asynchronous=False) as between:
+            between.save(50, {"w": torch.ones(3)})
+    new = jobs(tmp_path, 101, "close", *(["takeover"] if how == "takeover" else []))
+    assert new.save() == "saved"
+    (new.end if end == "close" else new.kill)()
+    for _ in range(2):
+        told = old.save()
+        assert told.startswith("Conflict")
+        assert f"pid {new.process.pid}" in told
+        assert "has ended since" in told
+    assert holdfast.Checkpoints(tmp_path).latest() == 101
+    assert old.save(new=True) == "saved"
+    assert old.save() == "saved"
+
+
+def test_takeover_takes_the_folder_once(tmp_path: Path, jobs: Any) -> None:
+    """Two jobs that are both started with it do not take the folder from each other in turn."""
+    how: dict[str, Any] = {"takeover": True, "asynchronous": False, "job": holdfast.Job(no_dist=True)}
+    mine = holdfast.Checkpoints(tmp_path, **how)
+    mine.save(1, {"w": torch.ones(1)})
+    other = jobs(tmp_path, 2, "takeover")
+    assert other.save() == "saved"
+    with pytest.raises(Conflict, match="may still be at work"):
+        mine.save(3, {"w": torch.ones(1)})
+    assert other.save() == "saved"
+    with holdfast.Checkpoints(tmp_path, **how) as again:
+        again.save(5, {"w": torch.ones(1)})
+    mine.close()
+    assert other.save().startswith("Conflict")
+
+
+@pytest.mark.parametrize("gone", ["file", "folder", "damaged"])
+def test_a_file_removed_by_hand_is_no_takeover(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gone: str
+) -> None:
+    run = tmp_path / "run"
+    with holdfast.Checkpoints(run, asynchronous=False, job=holdfast.Job(no_dist=True)) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(1)})
-        with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-            here(tmp_path, pid=ended.pid, started="0")
+        assert not caplog.records
+        if gone == "folder":
+            shutil.rmtree(run)
+        elif gone == "file":
+            (run / OWNER).unlink()
+        else:
+            (run / OWNER).write_text("{")
         checkpoints.save(2, {"w": torch.ones(1)})
-        assert json.loads((tmp_path / OWNER).read_text())["pid"] == os.getpid()
+        checkpoints.save(3, {"w": torch.ones(1)})
+        assert [record.message for record in caplog.records if "can't be told" in record.message] == [
+            f"{run}/{OWNER}, which names the job that saves there, is gone or damaged. Whether another job "
+            "has saved there can't be told; this job goes on, and writes it anew."
+        ]
+    assert not (run / OWNER).exists()
 
 
 IMAGES = """

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast.errors import BadInput
 from tests.support.collectives import counted
 
 JOB = holdfast.Job(timeout=30)
@@ -121,3 +122,27 @@ def go_back(rank: int, run: str) -> tuple[list[int], int | None]:
             state["w"].fill_(-step)
             checkpoints.save(step, state)
     return checkpoints.steps(), checkpoints.latest()
+
+
+def start(
+    rank: int, run: str, source: str | None, steps: list[int]
+) -> tuple[int | None, str | None, float, list[int]]:
+    """Restore, and save these steps; return what was restored, from where, and the steps of the run."""
+    with holdfast.Checkpoints(run, start_from=source, asynchronous=False, job=JOB) as checkpoints:
+        state = state_of(0, rank)
+        report = checkpoints.restore_report(state)
+        value = float(state["w"].tensor[0, 0])
+        for step in steps:
+            checkpoints.save(step, state_of(step, rank))
+        if report is None:
+            return None, None, value, checkpoints.steps()
+        return report.step, report.path, value, checkpoints.steps()
+
+
+def start_apart(rank: int, run: str, source: str) -> str:
+    """Rank 0 does not know what the run starts from; return the error."""
+    with holdfast.Checkpoints(run, start_from=source if rank else None, asynchronous=False, job=JOB) as made:
+        try:
+            return f"restored {made.restore(state_of(0, rank))}"
+        except BadInput as error:
+            return str(error)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
+from holdfast._maintenance.inspect import describe_run
 from holdfast._store.local import open_store
 from holdfast._store.pins import Pin
 from holdfast.errors import BadInput, Conflict, HoldfastError
@@ -149,6 +150,25 @@ def test_the_best_of_all_steps_is_the_only_best_one(tmp_path: Path) -> None:
         for step, loss in ((2, 0.1), (3, 0.5), (5, 0.9), (7, 0.9)):
             run.save(step, {"w": torch.full((3,), loss)}, metrics={"loss": loss})
         assert run.steps() == [2, 7]
+
+
+def test_the_best_steps_stay(tmp_path: Path) -> None:
+    rules: dict[str, Any] = {"keep": 1, "best": "acc", "best_mode": "max", "keep_best": 2}
+    with alone(tmp_path, **rules) as run:
+        for step, accuracy in enumerate((0.5, 0.9, 0.7, 0.8, float("nan"), 0.9, 0.1)):
+            run.save(step, {"w": torch.full((3,), float(step))}, metrics={"acc": accuracy})
+        assert run.steps() == [1, 5, 6]
+        assert run.best_step() == 5
+    described = describe_run(run.store)
+    assert described.rules == "the newest 1, the 2 with the highest acc"
+    assert {step.step: step.kept for step in described.steps} == {
+        1: "one of the 2 best by acc",
+        5: "one of the 2 best by acc",
+        6: "one of the newest 1",
+    }
+    with alone(tmp_path, **{**rules, "keep_best": 1}) as run:  # the next start may have other rules
+        run.save(7, {"w": torch.ones(3)}, metrics={"acc": 0.2})
+        assert run.steps() == [5, 7]
 
 
 def test_metrics_and_rules_survive_a_reindex(tmp_path: Path) -> None:

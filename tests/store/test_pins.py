@@ -21,7 +21,7 @@ from holdfast._io.old_steps import remove_step
 from holdfast._loading import job
 from holdfast._maintenance.prune import prune
 from holdfast._maintenance.verify import Verified, VerifiedRun, verify
-from holdfast._run import folder
+from holdfast._run import choice
 from holdfast._store import run_folder
 from holdfast._store.local import LocalStore
 from holdfast._store.pins import Pin, unpinned
@@ -228,14 +228,14 @@ def test_a_run_whose_only_step_is_replaced_is_never_empty(run: Run, monkeypatch:
 def test_a_restore_goes_on_with_a_newer_step_if_the_chosen_one_is_removed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, after = folder.newest_steps, once(run.save)
+    real, after = choice.newest_steps, once(run.save)
 
     def newest_steps(*given: Any, **named: Any) -> dict[int, str]:
         found = real(*given, **named)
         after()
         return found
 
-    monkeypatch.setattr(folder, "newest_steps", newest_steps)
+    monkeypatch.setattr(choice, "newest_steps", newest_steps)
     state = state_of(0)
     assert run.checkpoints.restore(state) == 2
     assert state["w"][0] == 2.0

@@ -15,7 +15,10 @@ from holdfast._store.retention import Retention, StepFacts, facts_of, retention_
 from holdfast.errors import BadInput
 
 RULES = st.builds(
-    lambda keep, every, best: Retention(keep=keep, keep_every=every, best=best and "loss", best_mode=best),
+    lambda keep, most, every, best: Retention(
+        keep=keep, keep_every=every, best=best and "loss", best_mode=best, keep_best=most if best else 1
+    ),
+    st.integers(1, 4),
     st.integers(1, 4),
     st.one_of(st.none(), st.integers(1, 6), st.integers(1, 900).map(lambda s: timedelta(seconds=s))),
     st.sampled_from([None, "min", "max"]),
@@ -53,6 +56,11 @@ def test_the_newest_the_best_and_the_unknown_stay_and_the_rest_go(
         best = choose(values.values())
         assert rules.best_step(steps) == max(step for step, value in values.items() if value == best)
         assert rules.best_step(steps) in kept
+        sign = 1 if rules.best_mode == "min" else -1
+        ranking = sorted(values, key=lambda step: (sign * values[step], -step))
+        assert kept.keys() >= set(ranking[: rules.keep_best])
+        for step in ranking[rules.keep_best :]:
+            assert "best" not in kept.get(step, "")
     timed = isinstance(rules.keep_every, timedelta)
     for facts in steps:
         unknown = (rules.best and facts.metrics is None) or (timed and facts.created is None)
@@ -111,6 +119,10 @@ def test_every_step_stays_without_keep() -> None:
         ({"best": "loss", "best_mode": "low"}, "needs best_mode='min' or 'max'"),
         ({"best": 3, "best_mode": "min"}, "best must be the name of a metric"),
         ({"best_mode": "min"}, "needs best="),
+        ({"keep": 1, "keep_best": 2}, "needs best="),
+        ({"best": "loss", "best_mode": "min", "keep_best": 2}, "without keep= all steps stay"),
+        ({"keep": 1, "best": "loss", "best_mode": "min", "keep_best": 0}, "keep_best must be a number of"),
+        ({"keep": 1, "best": "loss", "best_mode": "min", "keep_best": True}, "keep_best must be a number of"),
     ],
 )
 def test_rules_that_are_none_are_one_sentence(given: dict[str, Any], words: str) -> None:
@@ -141,6 +153,7 @@ def test_metrics_are_numbers_of_any_kind() -> None:
     [
         Retention(keep=3),
         Retention(keep=3, keep_every=1000, best="loss", best_mode="min"),
+        Retention(keep=3, best="loss", best_mode="min", keep_best=5),
         Retention(keep=1, keep_every=timedelta(hours=1.5)),
     ],
 )

@@ -16,7 +16,8 @@ from holdfast._loading.job import run_load_once
 from holdfast._loading.request import RAISE, LoadReport, LoadRequest
 from holdfast._protocol.call import Call, begin_call, whole_step
 from holdfast._protocol.operation import agree
-from holdfast._run.folder import RunFolder, one_at_a_time
+from holdfast._run.folder import RunFolder
+from holdfast._run.turns import one_at_a_time
 from holdfast._saving.job import SaveJob
 from holdfast._saving.request import PREVIOUS, SaveRequest
 from holdfast._state.flatten import flatten
@@ -36,8 +37,8 @@ class Checkpoints(RunFolder):
     others are removed after a newer one is committed, never before. Use it as a context manager, or call
     `close()`, before the process group is destroyed: both wait for the saves under way.
 
-    keep_every, best, best_mode, save_every, asynchronous, in_flight, on_busy, on_failure, takeover, job: see
-    `holdfast._run.folder.RunFolder`.
+    keep_every, best, best_mode, keep_best, save_every, asynchronous, in_flight, on_busy, on_failure,
+    takeover, start_from, job: see `holdfast._run.folder.RunFolder`.
     """
 
     def save(
@@ -109,9 +110,11 @@ class Checkpoints(RunFolder):
         """Load the newest committed step (or `step`) in place; returns its number, None if there is no
         checkpoint at all. Which of both is also logged, at INFO.
 
-        A step may be a checkpoint of torch DCP or megatron-core. If the folder has only checkpoints that are
-        no steps, or can't be loaded, that is a BadInput, never None. All ranks load the same step. If a step
-        is damaged, the one before it is loaded, with a warning, unless `fallback=False` or `step` is given.
+        While the run has no committed step, what `start_from` names is loaded, and its step is returned, 0 if
+        it has none. A step may be a checkpoint of torch DCP or megatron-core. If the folder has only
+        checkpoints that are no steps, or can't be loaded, that is a BadInput, never None. All ranks load the
+        same step. If a step is damaged, the one before it is loaded, with a warning, unless `fallback=False`
+        or `step` is given.
 
         include, exclude, strict, cast, rename, on_shape: as in `holdfast.load`.
         """
@@ -126,7 +129,7 @@ class Checkpoints(RunFolder):
             on_shape=on_shape,
             fallback=fallback,
         )
-        return None if report is None else report.step
+        return None if report is None else report.step or 0
 
     def restore_report(
         self,
@@ -141,9 +144,10 @@ class Checkpoints(RunFolder):
         on_shape: str = RAISE,
         fallback: bool = True,
     ) -> LoadReport | None:
-        """Do what `restore` does, and return the whole report; None if there is no checkpoint at all."""
+        """Do what `restore` does, and return the whole report, whose `path` is what was loaded; None if there
+        is no checkpoint at all."""
 
-        def load(store: Store, number: int, call: Call) -> LoadReport:
+        def load(store: Store, number: int | None, call: Call) -> LoadReport:
             request = LoadRequest(
                 store=store,
                 collect=lambda rank: flatten(state, rank),
@@ -157,6 +161,8 @@ class Checkpoints(RunFolder):
                 options=self._job.options,
             )
             report = run_load_once(request)
+            if number is None:
+                return report
             if report.step is not None and report.step != number:
                 log.warning(
                     "%s holds a checkpoint of step %s: it was copied or renamed. It counts as step %s.",
@@ -182,14 +188,14 @@ class Checkpoints(RunFolder):
 
         def remove(answers: dict[int, Json]) -> None:
             self._permit(call, lambda: None)
-            with self._tidying:
+            with self._old.tidying:
                 there, folder = committed_folder(self.store, step), own_steps(self.store).get(step)
                 if there is None:
                     raise NotCommitted(f"{self.store.url} has no committed step {step}.")
                 if folder != there or not is_removable(self.store, there):
                     raise BadInput(f"{self.store.url}/{there} is no step that Holdfast has saved there.")
                 remove_step(self.store, there)
-                self._facts.pop(there, None)
+                self._old.forget(there)
                 if committed_folder(self.store, step) is not None:
                     raise Conflict(
                         f"Step {step} in {self.store.url} is being read.", hint="Delete it after that."

@@ -9,37 +9,35 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import wraps
-from typing import Concatenate, ParamSpec, Self, SupportsFloat, TypeVar
+from typing import Self, SupportsFloat, TypeVar
 
 from holdfast import events
 from holdfast._background.pending import Pending, finished
 from holdfast._background.queue import EXIT_GRACE, LANE, SaveQueue
 from holdfast._format.digest import digest, hex_digest
-from holdfast._io.index_file import open_index
-from holdfast._io.old_steps import retire
 from holdfast._protocol.call import Call, begin_call, whole_step
 from holdfast._protocol.job import Job, job_of
 from holdfast._protocol.liveness import LEFT_OUT
 from holdfast._protocol.operation import agree
+from holdfast._run.choice import Found, agree_on_newest
+from holdfast._run.old_steps import OldSteps
 from holdfast._run.origin import Origin
 from holdfast._run.owner import lease_of
 from holdfast._run.save_times import SaveTimes
+from holdfast._run.turns import one_at_a_time
 from holdfast._saving.job import SaveJob
-from holdfast._store.absence import explain_fresh_start
 from holdfast._store.base import Folder, Store
 from holdfast._store.local import open_store
-from holdfast._store.retention import Retention, StepFacts, facts_of
+from holdfast._store.retention import Retention
 from holdfast._store.run_folder import (
     committed_folder,
     committed_steps,
     newest_own_step,
     newest_steps,
-    own_steps,
     refuse_other_checkpoints,
     step_folder,
 )
-from holdfast._values import Json, Message
+from holdfast._values import Message
 from holdfast.errors import (
     BadInput,
     CorruptCheckpoint,
@@ -53,25 +51,6 @@ _RETRY = re.compile(r"retry\((\d+)\)")
 TRIES = 10
 """How often a load begins again because its checkpoint was replaced or retired meanwhile."""
 T = TypeVar("T")
-P = ParamSpec("P")
-Run = TypeVar("Run", bound="RunFolder")
-
-
-def one_at_a_time(method: Callable[Concatenate[Run, P], T]) -> Callable[Concatenate[Run, P], T]:
-    """Make a method wait for other threads that are in such methods of the same object. Each of them ends by
-    its own deadline."""
-
-    @wraps(method)
-    def call(self: Run, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        # The thread that holds the lock may be one of the parent's; and a callback, which runs on a thread of
-        # Holdfast's, may be called by the very call that holds it.
-        ours = threading.current_thread().name.startswith("holdfast-")
-        if ours or self._queue.is_of_another_process():
-            return method(self, *args, **kwargs)
-        with self._calls:
-            return method(self, *args, **kwargs)
-
-    return call
 
 
 class RunFolder:
@@ -82,6 +61,7 @@ class RunFolder:
     keep_every: also keep the steps that are multiples of it; or, with a timedelta, one in every so much time.
     best, best_mode: also keep the step whose metric of this name (`save(metrics=)`) is the lowest ("min") or
         the highest ("max").
+    keep_best: how many of the best steps stay.
     save_every: `save` does nothing, and returns None, but at multiples of it; or, with a timedelta, before so
         much time has passed since the last one, by the clock of the lowest participant.
     asynchronous: `save` returns once the state is copied; else once it is committed.
@@ -92,8 +72,10 @@ class RunFolder:
     on_failure: what a failed save in the background does: "raise" its error on all ranks at the next `save`
         that waits for it (with one in flight: the next `save`), at `restore` or `close`; "warn" and go on;
         "retry(3)": try three times more, then raise.
-    takeover: save even if another job saves into this folder that is at work, or is not known to have ended;
-        the saves of that job then fail.
+    takeover: take the folder, once, also from a job that is at work, or is not known to have ended; its saves
+        then fail, until it makes a new Checkpoints.
+    start_from: another run, whose newest committed step is loaded, or one checkpoint, in any format that
+        `holdfast.load` reads: what `restore` loads while this run has no committed step. Only read.
     job: who takes part in every call, its deadlines and options (`holdfast.Job`). Of `host_memory_budget`,
         each save that may be under way has an equal part.
     """
@@ -109,15 +91,19 @@ class RunFolder:
         keep_every: int | timedelta | None = None,
         best: str | None = None,
         best_mode: str | None = None,
+        keep_best: int = 1,
         save_every: int | timedelta | None = None,
         asynchronous: bool = True,
         in_flight: int = 1,
         on_busy: str = "wait",
         on_failure: str = "raise",
         takeover: bool = False,
+        start_from: Folder | None = None,
         job: Job | None = None,
     ) -> None:
-        self._rules = Retention(keep=keep, keep_every=keep_every, best=best, best_mode=best_mode)
+        self._rules = Retention(
+            keep=keep, keep_every=keep_every, best=best, best_mode=best_mode, keep_best=keep_best
+        )
         if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
             raise BadInput(f"in_flight must be a whole number from 1 on, not {in_flight!r}.")
         if on_busy not in ("wait", "skip"):
@@ -134,19 +120,13 @@ class RunFolder:
         budget = options.host_memory_budget
         self._budget = None if budget is None else budget // in_flight
         self._in_flight = in_flight
-        self._damaged: set[int] = set()
-        """Steps that a load found damaged."""
-        self._facts: dict[str, StepFacts] = {}
-        """What the indexes of folders say, so that each is read once."""
-        self._passed: set[str] = set()
-        """Folders that were found to be no step of ours, so that not each save looks at all of them again."""
-        self._tidying = threading.Lock()
-        """Held while old steps are removed: for one commit at a time."""
+        self._old = OldSteps(self.store, self._rules)
         self._takeover = takeover
+        self._source = None if start_from is None else open_store(start_from)
         self._origin: Origin | None = Origin()
         """None once a save is committed, so that later ones need not look."""
         self._calls = threading.RLock()
-        """Held by a call (`one_at_a_time`)."""
+        """Held by a call (`turns`)."""
         # At the end of the process the folder is released after the saves.
         self._lease = lease_of(self.store)
         self._queue = SaveQueue(self, in_order=False)
@@ -175,7 +155,7 @@ class RunFolder:
                 "best_step() needs the name of a metric.",
                 hint="Checkpoints(run, best='loss', best_mode='min')",
             )
-        return self._rules.best_step([self._read(*found) for found in own_steps(self.store).items()])
+        return self._old.best()
 
     def should_save(self, step: int) -> bool:
         """Return whether `save` would save this step, the same on all ranks: it is what `save_every` says.
@@ -308,7 +288,7 @@ class RunFolder:
         """Also note which steps the run leaves behind, if it has gone back to an older one."""
         self._permit(call, tick)
         if (origin := self._origin) is not None:
-            with self._tidying:
+            with self._old.tidying:
                 origin.follow(self.store, step)
 
     def _retire(self, step: int) -> None:
@@ -316,28 +296,7 @@ class RunFolder:
         # Another job may have taken the folder over since the commit; this job must not remove its steps.
         if self._rules.keep is None or not self._lease.is_held():
             return
-        with self._tidying:
-            self._damaged.discard(step)  # it was saved again
-            folder = step_folder(step, self.megatron)
-            self._passed.discard(folder)
-            self._facts.pop(folder, None)
-            removed = retire(self.store, self._rules, step, self._read_once, self._damaged, self._passed)
-            for name in removed:
-                self._facts.pop(name, None)
-
-    def _read(self, step: int, folder: str) -> StepFacts:
-        """Return what the index of a step says; of one that can't be read, that nothing is known."""
-        try:
-            with open_index(self.store.child(folder)) as index:
-                return facts_of(step, index.about)
-        except HoldfastError:
-            return StepFacts(step)
-
-    def _read_once(self, step: int, folder: str) -> StepFacts:
-        facts = self._facts.get(folder) or self._read(step, folder)
-        if facts != StepFacts(step):  # the next look may succeed
-            self._facts[folder] = facts
-        return facts
+        self._old.retire(step, step_folder(step, self.megatron))
 
     def _about(self, metrics: Mapping[str, SupportsFloat] | None) -> Message:
         """Return what the index of a step says besides the arguments of every save."""
@@ -349,9 +308,11 @@ class RunFolder:
         return about
 
     @one_at_a_time
-    def _load(self, load: Callable[[Store, int, Call], T], step: int | None, fallback: bool) -> T | None:
-        """Call `load` with the folder and number of a step, or of the newest undamaged one; None if there is
-        none."""
+    def _load(
+        self, load: Callable[[Store, int | None, Call], T], step: int | None, fallback: bool
+    ) -> T | None:
+        """Call `load` with the folder and number of a step, or of the newest undamaged one, or of what the
+        run starts from, whose number may not be known; None if there is none of these."""
         step = None if step is None else whole_step(step)
         self._settle()
         call = begin_call(self._job)  # one for all steps that are tried, so that they share its deadline
@@ -359,29 +320,36 @@ class RunFolder:
         rejected: tuple[int, ...] = ()
         tries = 0
         while True:
-            found = self._agree_on_newest(call, rejected) if step is None else self._named(step)
+            found = (
+                agree_on_newest(self.store, self._source, call, rejected)
+                if step is None
+                else self._named(step)
+            )
             if found is None:
                 if rejected:
                     raise CorruptCheckpoint(
                         f"All committed steps in {self.store.url} are damaged: {sorted(rejected)}."
                     )
                 return None
-            chosen, folder = found
+            chosen, store, is_own = found
+            is_given = step is not None or store is self._source  # then there is nothing to choose
             try:
-                store = self.store.child(folder)
                 loaded = load(store, chosen, call)
-                self._origin = Origin(chosen)
                 level = logging.INFO if leads else logging.DEBUG
-                log.log(level, "Step %d is restored, from %s.", chosen, store.url)
+                if is_own:
+                    self._origin = Origin(chosen)
+                    log.log(level, "Step %s is restored, from %s.", chosen, store.url)
+                else:  # a step of another run leaves none of this one behind
+                    log.log(level, "%s has no step yet: the run starts from %s.", self.store.url, store.url)
                 return loaded
             # The job that saves here may replace or retire the step meanwhile: that is no damage.
             except (Replaced, NotCommitted) as error:
                 tries += 1
-                if step is not None or tries > TRIES:
+                if is_given or tries > TRIES:
                     raise
-                log.info("Step %d went while it was being loaded; choosing again: %s", chosen, error)
+                log.info("Step %s went while it was being loaded; choosing again: %s", chosen, error)
             except CorruptCheckpoint as error:
-                if not fallback or step is not None:
+                if not fallback or is_given or not is_own or chosen is None:
                     raise
                 level = logging.WARNING if leads else logging.DEBUG
                 log.log(level, "Step %d is damaged and passed over for the one before it: %s", chosen, error)
@@ -389,24 +357,9 @@ class RunFolder:
                     "load.rejected", rank=call.rank, step=chosen, path=self.store.url, reason=str(error)
                 )
                 rejected = (*rejected, chosen)
-                self._damaged.add(chosen)
+                self._old.damaged.add(chosen)
 
-    def _named(self, step: int) -> tuple[int, str]:
-        """Return a step and its folder, which need not be there."""
-        return step, committed_folder(self.store, step) or step_folder(step, self.megatron)
-
-    def _agree_on_newest(self, call: Call, rejected: tuple[int, ...]) -> tuple[int, str] | None:
-        """Return the newest committed step as the lowest participant sees it, and its folder; on all
-        ranks."""
-
-        def newest(answers: dict[int, Json]) -> tuple[int, str] | None:
-            found = newest_steps(self.store, 1, but=rejected)
-            if not found and not rejected:
-                refuse_other_checkpoints(self.store)
-                log.info("%s", explain_fresh_start(self.store))
-            return next(iter(found.items()), None)
-
-        # The place holds the rejected steps: ranks that have rejected different ones must not meet here.
-        title = f"choice of the newest step in {self.store.url}"
-        found: list[Json] | None = agree(title, f"{self.store.url}|{rejected}", newest, call)
-        return None if found is None else (int(found[0]), str(found[1]))
+    def _named(self, step: int) -> Found:
+        """Return a step, whose folder need not be there."""
+        folder = committed_folder(self.store, step) or step_folder(step, self.megatron)
+        return Found(step, self.store.child(folder), True)

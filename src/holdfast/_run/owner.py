@@ -6,8 +6,12 @@ checks before each commit, and before it removes a step, that the folder is stil
 
 Another job takes the folder over at once if it is known that the owner has ended: it closed its
 `Checkpoints`, its process is gone from this host, or it was an earlier start of the same job. If that is not
-known, the other job waits until the file has not changed for a while. Clocks of hosts are not compared. An
-owner that was taken over while alive gets an error at its next save, and removes nothing any more.
+known, the other job waits until the file has not changed for a while. Clocks of hosts are not compared.
+
+An owner that was taken over gets an error at every later save, and removes nothing any more, until it closes
+its `Checkpoints` and makes a new one. So a job that has taken the folder from an owner that may be alive does
+not delete the file when it closes: the file then says who had the folder last. A file that is gone was
+removed by hand: that is no proof of a takeover, and the owner goes on with a warning.
 """
 
 from __future__ import annotations
@@ -62,6 +66,10 @@ class Owner(msgspec.Struct, frozen=True):
     since: float
     """Wall-clock seconds, for people."""
     beat: int
+    took: bool = False
+    """Whether it, or one before it, took the folder from an owner that was not known to have ended."""
+    ended: bool = False
+    """Whether it has released the folder."""
     version: str = ""
     """Random, new at each write: the last bytes of the file identify its version."""
 
@@ -89,39 +97,36 @@ class Lease:
         over.
 
         user: an object that needs the folder until `leave`, or until it is garbage-collected.
-        takeover: take it without waiting from an owner that is alive, or not known to have ended.
+        takeover: take it without waiting from an owner that is alive, or not known to have ended; but not
+            again from one that has taken it from this user.
         tick: called again and again while this waits.
         """
         with self._lock:
-            if user not in self._users:
+            is_new, alone = user not in self._users, not self._users
+            if is_new:
                 self._users.add(user)
                 # Wakes `_beat` if a user is garbage-collected without `leave`. At exit `_give_back` does it.
                 finalize(user, self._calls.put, None).atexit = False
             owner, tail = self._read()
-            if owner is not None and owner.process == _PROCESS:
+            if self._mine is not None and _is_ours(owner):
                 return
-            # This process had the folder, so it was taken over. If the new owner has ended, take it back.
-            if self._mine is not None and owner is not None and not takeover and _lives(owner) is not False:
-                raise Conflict(
-                    f"{self.store.url} was taken over by {owner} while this job was at work in it; nothing "
-                    "was saved or removed.",
-                    hint="Give every job a run folder of its own. Once that job has ended, close() and a new "
-                    "Checkpoints take the folder back.",
-                )
+            # This process had the folder. A user that came after it was lost does not go on from before.
+            if self._mine is not None and not (is_new and (alone or takeover)):
+                self._check_lost(owner, job)
             self._mine = None
             if owner is not None and not takeover and not _may_take(owner, job, self.store.url):
                 self._wait_for_silence(owner, tick)
                 owner, tail = self._read()
+            took = owner is not None and (owner.took or not _has_ended(owner))
             # Replace only the version just read: if two jobs take over at once, one of them gets Conflict.
-            self._write(_me(job, rank), tail)
+            self._write(_me(job, rank, took), tail)
             self._thread = start_thread(self._beat, "holdfast-owner", rank)
 
     def is_held(self) -> bool:
         """Return whether the folder is still this process's; False if that is unknown, so that nothing is
         removed."""
         with self._lock, suppress(HoldfastError):
-            owner, _ = self._read()
-            return owner is not None and owner.process == _PROCESS
+            return _is_ours(self._read()[0])
         return False
 
     def leave(self, user: object) -> None:
@@ -134,12 +139,34 @@ class Lease:
         if self._thread is not None:
             self._thread.join(1.0)
 
+    def _check_lost(self, owner: Owner | None, job: str) -> None:
+        """Raise Conflict if another job has taken the folder from this process, also if it has ended."""
+        if owner is None:
+            log.warning(
+                "%s/%s, which names the job that saves there, is gone or damaged. Whether another job has "
+                "saved there can't be told; this job goes on, and writes it anew.",
+                self.store.url,
+                OWNER,
+            )
+        elif owner.job != job:
+            since = "has ended since" if _has_ended(owner) else "may still be at work"
+            raise Conflict(
+                f"{self.store.url} was taken over by {owner} while this job was at work in it; that job "
+                f"{since}. Nothing was saved or removed.",
+                hint="Give every job a run folder of its own. Once that job has ended, close() and a new "
+                "Checkpoints take the folder back.",
+            )
+
     def _give_up(self) -> None:
-        self._mine = None
+        mine, self._mine = self._mine, None
         self._calls.put(None)
         with suppress(HoldfastError):  # later jobs will see that this process has ended
-            owner, _ = self._read()
-            if owner is not None and owner.process == _PROCESS:
+            owner, tail = self._read()
+            if not _is_ours(owner):
+                return
+            if mine is not None and mine.took:  # who had it before may be alive, and must not find it free
+                self._publish(msgspec.structs.replace(mine, ended=True), tail)
+            else:
                 self.store.delete(OWNER)
 
     def _wait_for_silence(self, owner: Owner, tick: Callable[[], None]) -> None:
@@ -156,7 +183,7 @@ class Lease:
             tick()
             time.sleep(min(1.0, SILENT / 10))
             current, _ = self._read()
-            if current is None:
+            if current is None or current.ended:
                 return  # it has just released the folder
             if (current.process, current.beat) != (owner.process, owner.beat):
                 raise _refusal(current, self.store.url)
@@ -174,8 +201,8 @@ class Lease:
                     return
                 try:
                     owner, tail = self._read()
-                    if owner is None or owner.process != _PROCESS:
-                        return  # the next save raises Conflict
+                    if not _is_ours(owner):
+                        return  # the next save raises Conflict, or writes a file that was removed
                     self._write(msgspec.structs.replace(self._mine, beat=self._mine.beat + 1), tail)
                 except Conflict:
                     return
@@ -198,13 +225,16 @@ class Lease:
             return None, data[-VERSION_BYTES:]
 
     def _write(self, owner: Owner, replacing: bytes | None) -> None:
+        self._publish(owner, replacing)
+        self._mine = owner
+
+    def _publish(self, owner: Owner, replacing: bytes | None) -> None:
         # `version` is the last field, so it is at the end of the file, where `publish` compares versions.
         owner = msgspec.structs.replace(owner, version=secrets.token_hex(VERSION_BYTES))
         self.store.publish(OWNER, msgspec.json.encode(owner), replacing)
-        self._mine = owner
 
 
-def _me(job: str, rank: int) -> Owner:
+def _me(job: str, rank: int, took: bool) -> Owner:
     who, env = this_process(rank), read_environment()
     return Owner(
         job,
@@ -218,13 +248,23 @@ def _me(job: str, rank: int) -> Owner:
         who.started,
         time.time(),
         0,
+        took,
     )
+
+
+def _is_ours(owner: Owner | None) -> bool:
+    return owner is not None and owner.process == _PROCESS and not owner.ended
+
+
+def _has_ended(owner: Owner) -> bool:
+    """Return whether it is known that the owner has ended, or has released the folder."""
+    return owner.ended or _lives(owner) is False
 
 
 def _may_take(owner: Owner, job: str, url: str) -> bool:
     """Return whether the owner is this job, or is known to have ended. Raises Conflict if it is alive."""
     env = read_environment()
-    if owner.job == job:
+    if owner.job == job or owner.ended:
         return True
     alive = _lives(owner)
     if alive:  # whatever its name is: two jobs can have the same

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from math import isfinite
-from typing import NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import msgspec
 
@@ -35,6 +35,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
     keep_every: int | timedelta | None = None
     best: str | None = None
     best_mode: str | None = None
+    keep_best: int = 1
 
     def __post_init__(self) -> None:
         keep = self.keep
@@ -56,6 +57,14 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.best is None and self.best_mode is not None:
             raise BadInput(f"best_mode={self.best_mode!r} needs best=, the name of a metric.")
+        most = self.keep_best
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise BadInput(f"keep_best must be a number of steps from 1 on, not {most!r}.")
+        if most > 1 and (keep is None or self.best is None):
+            raise BadInput(
+                f"keep_best={most} needs best=, the name of a metric, and keep=; without keep= all steps "
+                "stay."
+            )
 
     @property
     def asks_the_index(self) -> bool:
@@ -76,7 +85,10 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
         if self.keep is None:
             return dict.fromkeys((facts.step for facts in ascending), "all steps are kept")
         newest = {facts.step for facts in ascending[-self.keep :]}
-        best, last, found = self.best_step(ascending), None, dict[int, str]()
+        best, last, found = self._best(ascending)[: self.keep_best], None, dict[int, str]()
+        best_text = (
+            f"best {self.best}" if self.keep_best == 1 else f"one of the {self.keep_best} best by {self.best}"
+        )
         for before, facts in zip((None, *ascending), ascending, strict=False):
             if before is not None and before.left != facts.left:
                 last = None  # each branch has its own times
@@ -93,21 +105,25 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
                     why.append(f"every {self.keep_every}")
             if self.best is not None and facts.metrics is None:
                 why.append("its metrics are not known")
-            if facts.step == best:
-                why.append(f"best {self.best}")
+            if facts.step in best:
+                why.append(best_text)
             if why:
                 found[facts.step] = ", ".join(why)
         return found
 
     def best_step(self, steps: Collection[StepFacts]) -> int | None:
         """Return the step with the best metric, the newest of equal ones; None if no step has that metric."""
+        return next(iter(self._best(steps)), None)
+
+    def _best(self, steps: Collection[StepFacts]) -> list[int]:
+        """Return the steps that have the metric, the best first."""
         sign = 1 if self.best_mode == "max" else -1
         known = [
             (sign * value, facts.step)
             for facts in steps
             if (value := _number((facts.metrics or {}).get(self.best or ""))) is not None
         ]
-        return max(known)[1] if known else None
+        return [step for _, step in sorted(known, reverse=True)]
 
     def checked(self, metrics: Mapping[str, SupportsFloat]) -> Message:
         """Return metrics as an index holds them: numbers, and None for one that is not finite.
@@ -136,14 +152,23 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
             unit = " steps" if isinstance(self.keep_every, int) else ""
             rules.append(f"one every {self.keep_every}{unit}")
         if self.best is not None:
-            rules.append(f"the one with the {'lowest' if self.best_mode == 'min' else 'highest'} {self.best}")
+            which = "one" if self.keep_best == 1 else str(self.keep_best)
+            rules.append(
+                f"the {which} with the {'lowest' if self.best_mode == 'min' else 'highest'} {self.best}"
+            )
         return ", ".join(rules)
 
     def describe(self) -> Message:
         """Return the rules as they stand in an index, for people and `inspect`."""
         every = self.keep_every
         seconds = f"{every.total_seconds()} s" if isinstance(every, timedelta) else every
-        rules = {"keep": self.keep, "keep_every": seconds, "best": self.best, "best_mode": self.best_mode}
+        rules = {
+            "keep": self.keep,
+            "keep_every": seconds,
+            "best": self.best,
+            "best_mode": self.best_mode,
+            "keep_best": self.keep_best if self.keep_best > 1 else None,
+        }
         return {name: value for name, value in rules.items() if value is not None}
 
 
@@ -151,7 +176,9 @@ def retention_of(described: object) -> Retention | None:
     """Return the rules in an index, which is not trusted; None if there are none, or they make no sense."""
     if not isinstance(described, dict):
         return None
-    rules = {name: described.get(name) for name in ("keep", "keep_every", "best", "best_mode")}
+    names = ("keep", "keep_every", "best", "best_mode")
+    rules: dict[str, Any] = {name: described.get(name) for name in names}
+    rules["keep_best"] = described.get("keep_best", 1)
     try:
         if isinstance(rules["keep_every"], str):
             rules["keep_every"] = timedelta(seconds=float(rules["keep_every"].removesuffix(" s")))

@@ -17,7 +17,8 @@ from holdfast._integrations.megatron.checkpointing import load_state
 from holdfast._integrations.megatron.metadata import mark, write_after_commit
 from holdfast._integrations.megatron.saving import read_state_dict
 from holdfast._protocol.call import Call, begin_call, whole_step
-from holdfast._run.folder import RunFolder, one_at_a_time
+from holdfast._run.folder import RunFolder
+from holdfast._run.turns import one_at_a_time
 from holdfast._saving.job import SaveJob
 from holdfast._store.local import open_store
 from holdfast._store.run_folder import newest_steps
@@ -114,7 +115,7 @@ class Checkpoints(RunFolder):
     def _committed(self, iteration: int) -> None:
         # The tracker comes last: it must only name folders that frameworks take for a checkpoint.
         self._retire(iteration)
-        with self._tidying:
+        with self._old.tidying:
             # Not always this one: with several saves in flight, a newer one may have been committed before.
             newest = next(iter(newest_steps(self.store, 1)), iteration)
             write_after_commit(self.store, TRACKER, str(newest))
