@@ -50,10 +50,11 @@ def spared(error: Spared, participants: Sequence[int]) -> tuple[int, ...]:
 
 def _hold_all(heard: Mapping[int, RowDigest], absent: Sequence[int]) -> bool:
     """Return whether for each kind of values each absent rank is in a group of which the first rank is
-    here: values that are no tensors are that rank's to write."""
-    kinds = max((len(report.copies) for report in heard.values()), default=0)
+    here: values that are no tensors are that rank's to write. A rank that says nothing may hold a part of
+    something of which the absent ones hold the rest."""
+    kinds = min((len(report.copies) for report in heard.values()), default=0)
     for kind in range(kinds):
-        groups = {tuple(report.copies[kind]) for report in heard.values() if len(report.copies) == kinds}
+        groups = {tuple(report.copies[kind]) for report in heard.values()}
         held: set[int] = set()
         for group in groups:
             if group and group[0][0] in heard:
