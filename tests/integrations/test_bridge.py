@@ -74,6 +74,7 @@ def test_a_save_of_a_model_does_without_idle_members(tmp_path: Path) -> None:
     assert all(2.0 < took < 2 * SLACK for _, took, _ in found[:4])
     lines = "".join(log for *_, log in found)
     assert "rank 4-7 had not entered it" in lines
+    assert "It waits on" not in lines
     assert "It is committed." in lines
     assert "job=holdfast.Job(participants=...)" in lines
     assert (tmp_path / "bare" / TRACKER).read_text() == "0"

@@ -50,6 +50,8 @@ class PeerMonitor:
         # Mostly the message comes before the first look, and then monitoring costs nothing.
         self.next_look = self.began + self.interval * (1 + spread(context.rank)) / 2
         self.next_report = self.began + context.limits.report_after
+        self.instead: Callable[[], Steps] | None = None
+        """Steps before a report, which may end the wait."""
         self.reports = 0
         self.told: list[RankInfo] = []
         """The ranks of the last report of this rank, until they come."""
@@ -191,6 +193,8 @@ class PeerMonitor:
             context.inquiry.ask(late, seen)
         if now < self.next_report:
             return
+        if self.instead is not None:
+            yield from self.instead()
         self.reports += 1
         self.next_report = now + context.limits.report_after * 2**self.reports
         key = f"{context.key}/told/{self.reports}"

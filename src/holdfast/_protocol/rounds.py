@@ -102,7 +102,7 @@ def agree_on_replicas(context: Context, job: SaveActions) -> Steps:
         if mine is not None:
             context.enter("assigning")
         heard = yield from collect(
-            context, "row_digest", digest, context.participants, told=partial(do_without, context)
+            context, "row_digest", digest, context.participants, instead=partial(do_without, context)
         )
         holders = [rank for rank in context.participants if heard[rank].digest is not None]
         if not holders:
@@ -154,18 +154,19 @@ def collect(
     mine: Report,
     ranks: Sequence[int],
     poll: Callable[[], object] = lambda: None,
-    told: Callable[[dict[int, Any], Sequence[int]], Steps] | None = None,
+    instead: Callable[[dict[int, Any], Sequence[int]], Steps] | None = None,
 ) -> Steps:
     """Committer: return the report of every rank on a topic, of the type of this rank's own. Raises an error
     that names the missing ranks.
 
     poll: raises errors of this rank's own work meanwhile.
-    told: steps with the reports so far and the missing ranks, run each time that the wait is told.
+    instead: steps with the reports so far and all ranks, before the wait is told; they may end it.
     """
     reports: dict[int, Any] = {context.rank: mine}
     missing = deque(sorted(rank for rank in ranks if rank != context.rank))
     watch = PeerMonitor(context, _DUTIES[topic][0])
-    ask, reports_told = MOST, 0
+    watch.instead = None if instead is None else partial(instead, reports, ranks)
+    ask = MOST
     while missing:
         context.on_wait(list(islice(missing, QUOTED)))
         yield Do("poll", poll)
@@ -192,9 +193,6 @@ def collect(
             missing.extend(late)  # the next look is at others
         else:
             missing.extendleft(reversed(late))
-        if told is not None and watch.reports > reports_told:
-            reports_told = watch.reports
-            yield from told(reports, list(missing))
         # Where one has not come, the next ones may not have either: the first of them wakes this rank.
         ask = FEWEST if late else min(2 * ask, MOST)
         if late:

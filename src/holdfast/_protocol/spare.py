@@ -20,10 +20,10 @@ LISTED = 8
 _DETAIL = "spared"
 
 
-def do_without(context: Context, heard: Mapping[int, RowDigest], missing: Iterable[int]) -> Steps:
+def do_without(context: Context, heard: Mapping[int, RowDigest], ranks: Iterable[int]) -> Steps:
     """Committer: end the call with `Spared` if none of the missing ranks has entered it, and those that have
     hold all their values."""
-    absent = sorted(missing)
+    absent = sorted(set(ranks) - heard.keys())
     if not _hold_all(heard, absent):
         return
     seen: dict[int, Seen] = yield Look(absent)
