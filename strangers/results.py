@@ -31,7 +31,8 @@ class Row(NamedTuple):
     stock: int
     ours: int
     completed: int | None
-    """In so many of `ours`, Holdfast committed a save or completed a load; None: it was not counted."""
+    """In so many of `ours`, or of `unlisted`, Holdfast committed a save or completed a load; None: it was not
+    counted."""
     differ: list[str]
     """Names of the tests that pass on stock alone."""
     unlisted: int | None = None
@@ -54,6 +55,7 @@ class Row(NamedTuple):
         """
         passed = [test for test, end in stock.items() if end.how == "passed"]
         here = [test for test in passed if test in ours and ours[test].how == "passed"]
+        again = [end for end in unlisted.values() if end.how == "passed"]
         return cls(
             project.name,
             suite,
@@ -64,9 +66,9 @@ class Row(NamedTuple):
             datetime.now(UTC).date().isoformat(),
             len(passed),
             len(here),
-            sum(ours[test].completed for test in here),
+            sum(end.completed for end in (*(ours[test] for test in here), *again)),
             [test for test in passed if test not in here],
-            len(here) + sum(end.how == "passed" for end in unlisted.values()) if unlisted else None,
+            len(here) + len(again) if unlisted else None,
         )
 
     def with_(self, other: Row) -> Row:
