@@ -15,6 +15,8 @@ from typing import NamedTuple
 from strangers.projects import Project
 from strangers.run import Ended
 
+SAVES = ("lists of `*.distcp` not compared", "it committed a save or completed a load in")
+NOTHING = "Installing breaks nothing here; in these tests Holdfast commits no save and completes no load:"
 BEGIN, END = "<!-- strangers -->\n", "<!-- end -->"
 
 
@@ -28,9 +30,13 @@ class Row(NamedTuple):
     date: str
     stock: int
     ours: int
-    by_holdfast: int
+    completed: int | None
+    """In so many of `ours`, or of `unlisted`, Holdfast committed a save or completed a load; None: it was not
+    counted."""
     differ: list[str]
     """Names of the tests that pass on stock alone."""
+    unlisted: int | None = None
+    """So many pass where lists of `*.distcp` are not compared; None: no test that differs was run so."""
 
     @classmethod
     def of(
@@ -40,10 +46,16 @@ class Row(NamedTuple):
         suite: str,
         stock: Mapping[str, Ended],
         ours: Mapping[str, Ended],
+        unlisted: Mapping[str, Ended],
     ) -> Row:
-        """Count the tests of a file; copies: the folder with the project's copy."""
+        """Count the tests of a file.
+
+        copies: the folder with the project's copy. unlisted: how tests that differ ended where lists of
+        `*.distcp` are not compared.
+        """
         passed = [test for test, end in stock.items() if end.how == "passed"]
         here = [test for test in passed if test in ours and ours[test].how == "passed"]
+        again = [end for end in unlisted.values() if end.how == "passed"]
         return cls(
             project.name,
             suite,
@@ -54,8 +66,9 @@ class Row(NamedTuple):
             datetime.now(UTC).date().isoformat(),
             len(passed),
             len(here),
-            sum(ours[test].by_holdfast for test in here),
+            sum(end.completed for end in (*(ours[test] for test in here), *again)),
             [test for test in passed if test not in here],
+            len(here) + len(again) if unlisted else None,
         )
 
     def with_(self, other: Row) -> Row:
@@ -64,8 +77,13 @@ class Row(NamedTuple):
             date=min(self.date, other.date),
             stock=self.stock + other.stock,
             ours=self.ours + other.ours,
-            by_holdfast=self.by_holdfast + other.by_holdfast,
+            completed=None
+            if self.completed is None or other.completed is None
+            else self.completed + other.completed,
             differ=self.differ + other.differ,
+            unlisted=None
+            if self.unlisted is other.unlisted is None
+            else sum(row.ours if row.unlisted is None else row.unlisted for row in (self, other)),
         )
 
 
@@ -105,17 +123,25 @@ def read_reasons(file: Path) -> dict[str, str]:
 
 
 def table(rows: list[Row], reasons: Mapping[str, str]) -> str:
-    """Return the table in Markdown."""
-    lines = [
-        "| tests of | commit | date | pass on stock | on Holdfast | it saved or loaded in | not passed |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """Return two tables in Markdown: the second is of the projects in whose tests Holdfast does nothing."""
+    head = ["tests of", "commit", "date", "pass on stock", "on Holdfast"]
+    saves, others = _lines([*head, *SAVES, "not passed"]), _lines([*head, "not passed"])
     for row in of_projects(rows):
         counts = Counter(reasons.get(test, "not expected") for test in row.differ)
         why = "; ".join(f"{count}: {reason}" for reason, count in counts.items())
-        figures = f"{row.stock} | {row.ours} | {row.by_holdfast} | {why} |"
-        lines.append(f"| {row.release} | {row.commit} | {row.date} | {figures}")
-    return "\n".join(lines) + "\n"
+        figures: list[object] = [row.release, row.commit, row.date, row.stock, row.ours]
+        if row.completed == 0:
+            others += _lines([*figures, why])[:1]
+        else:
+            unlisted = "" if row.unlisted is None else row.unlisted
+            completed = "not counted again" if row.completed is None else row.completed
+            saves += _lines([*figures, unlisted, completed, why])[:1]
+    return "\n".join([*saves, "", NOTHING, "", *others, ""])
+
+
+def _lines(cells: list[object]) -> list[str]:
+    """Return a line of a table, and the line that makes it the head of one."""
+    return [f"| {' | '.join(map(str, cells))} |", f"|{'---|' * len(cells)}"]
 
 
 def write_page(page: Path, file: Path, reasons: Mapping[str, str]) -> None:

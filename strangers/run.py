@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from strangers.plugin import reason
 from strangers.projects import SWITCH, Project
 
-ONE_TEST, ONE_FILE = 300, 1800
-"""Seconds that a test, and a file of tests, may take."""
+ONE_TEST, ONE_FILE, GRACE = 300, 1800, 60
+"""Seconds that a test, a file of tests, and their end after that may take."""
 _HERE = Path(__file__).parent
 _WORST = ("passed", "skipped", "began", "failed")
 
 
 class Ended(NamedTuple):
-    """How a test ended: passed, failed or skipped; why; and whether Holdfast saved or loaded in it."""
+    """How a test ended: passed, failed or skipped; why; whether Holdfast committed a save or completed
+    a load."""
 
     how: str
     why: str = ""
-    by_holdfast: bool = False
+    completed: bool = False
 
 
 def run_tests(
@@ -48,7 +51,8 @@ def run_tests(
         names = Path(told, "names")
         names.write_text("\n".join(name.removeprefix(f"{project.name}/") for name in only or [suite]))
         command = [*_start(project, ours=ours), "-q", "-c", os.devnull, "--rootdir", "."]
-        command += ["-p", "no:cacheprovider", "-p", "strangers.plugin", f"--timeout={ONE_TEST}", f"@{names}"]
+        command += ["-p", "no:cacheprovider", "-p", "strangers.plugin", f"--timeout={ONE_TEST}"]
+        command += [*project.options, f"@{names}"]
         with (
             (tree / "log").open("ab") as log,
             subprocess.Popen(
@@ -63,7 +67,11 @@ def run_tests(
             try:
                 process.wait(limit)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
+                os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, other groups
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         found = _read(project, Path(told))
     why = reason((tree / "log").read_text(errors="replace"))
     return found or {f"{project.name}/{suite}": Ended("failed", f"pytest ran no test: {why}")}
@@ -89,6 +97,7 @@ def _environment(project: Project, tree: Path, told: str) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "STRANGERS_GPUS": str(project.gpus),
+        "STRANGERS_STAND_INS": ",".join(project.stand_ins),
         "STRANGERS_FOLDER": told,
     }
 
@@ -108,12 +117,12 @@ def _read(project: Project, told: Path) -> dict[str, Ended]:
             ours = any(first <= at <= end for at in moments)
             ends[f"{project.name}/{test}"].append(Ended(str(last["how"]), str(last["why"]), ours))
     return {
-        test: _known(max(ranks, key=lambda end: _WORST.index(end.how)), any(end.by_holdfast for end in ranks))
+        test: _known(max(ranks, key=lambda end: _WORST.index(end.how)), any(end.completed for end in ranks))
         for test, ranks in ends.items()
     }
 
 
-def _known(end: Ended, by_holdfast: bool) -> Ended:
+def _known(end: Ended, completed: bool) -> Ended:
     if end.how == "began":
-        return Ended("failed", "its process ended in it", by_holdfast)
-    return end._replace(by_holdfast=by_holdfast)
+        return Ended("failed", "its process ended in it", completed)
+    return end._replace(completed=completed)

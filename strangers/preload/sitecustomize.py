@@ -1,7 +1,8 @@
 """Python runs this at the start of every process of a suite, also of those that tests start.
 
 STRANGERS_GPUS: so many GPUs are there, and are the CPU (`strangers.cpu`); on both sides alike.
-STRANGERS_FOLDER: the moments at which Holdfast saves or loads go to files there.
+STRANGERS_STAND_INS: for these names, modules are stand-ins (`strangers.stand_ins`); on both sides, too.
+STRANGERS_FOLDER: the moments at which Holdfast has committed a save or completed a load go to files there.
 """
 
 import os
@@ -9,6 +10,9 @@ import os
 import wrapt
 
 _GPUS, _FOLDER = os.environ.get("STRANGERS_GPUS", "0"), os.environ.get("STRANGERS_FOLDER")
+_STAND_INS = os.environ.get("STRANGERS_STAND_INS", "")
+_COUNTED = ("save.committed", "load.loaded")
+"""A call that was entered, failed or refused is none of them: it is no evidence of a save."""
 
 
 def _gpus(_: object) -> None:
@@ -23,12 +27,19 @@ def _accelerators(_: object) -> None:
     stand_in_for_accelerators()
 
 
+def _stand_in(_: object) -> None:
+    from strangers.stand_ins import stand_in
+
+    stand_in(_STAND_INS.split(","))
+
+
 def _write_moments(_: object) -> None:
     from holdfast.events import Event, subscribe
 
     def write(event: Event) -> None:
-        with open(f"{_FOLDER}/{os.getpid()}.moments", "a") as file:
-            file.write(f"{event.at}\n")
+        if event.name in _COUNTED:
+            with open(f"{_FOLDER}/{os.getpid()}.moments", "a") as file:
+                file.write(f"{event.at}\n")
 
     subscribe(write)
 
@@ -36,5 +47,7 @@ def _write_moments(_: object) -> None:
 if _GPUS != "0":
     wrapt.register_post_import_hook(_gpus, "torch")
     wrapt.register_post_import_hook(_accelerators, "torch.testing._internal.common_distributed")
+if _STAND_INS:
+    wrapt.register_post_import_hook(_stand_in, "torch")
 if _FOLDER:
     wrapt.register_post_import_hook(_write_moments, "holdfast.events")

@@ -20,6 +20,12 @@ STAND_INS = {
     "cuda": ("transformer_engine", "triton", "modelopt"),
     # its layers have their parameters, and no arithmetic: tests/support/transformer_engine.py
     "transformer-engine": ("transformer_engine",),
+    # its kernels; the rest of the framework is there
+    "triton": ("triton",),
+    # plots, servers and models of inference
+    "nemo-rl": (
+        *("fastapi", "hydra", "mlflow", "prometheus_client", "pynvml", "swanlab", "uvicorn", "wandb", "zmq"),
+    ),
     # the trainer's data, tokenizers, hubs and plots
     "ms-swift": (
         *("datasets", "json_repair", "modelscope", "pandas", "tqdm", "transformers"),
