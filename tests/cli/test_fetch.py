@@ -412,7 +412,15 @@ def test_damage_is_found_in_the_source_and_in_the_copy(
     assert not (tmp_path / "bad" / "slice.holdfast").exists()
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "explain", "diff"])
+def test_inspect_opens_it_and_says_what_it_is(kept: Path, tmp_path: Path, run: Run) -> None:
+    huggingface.fetch(kept, "0", ONE, tmp_path / "out")
+    result = run("inspect", tmp_path / "out")
+    assert result.exit_code == 0
+    assert "a slice that `holdfast fetch` took of a checkpoint" in result.stdout
+    assert "layer0.weight" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["verify", "explain", "diff"])
 def test_other_commands_say_what_it_is(command: str, kept: Path, tmp_path: Path, run: Run) -> None:
     huggingface.fetch(kept, "0", ONE, tmp_path / "out")
     more = {"explain": ["wide"], "diff": [kept]}.get(command, [])

@@ -56,7 +56,7 @@ for runtime_env in json.loads(sys.argv[1]):
         num_cpus=1, include_dashboard=False, _temp_dir=sys.argv[2], runtime_env=runtime_env, log_to_driver=False
     )
     worker = Worker.options(runtime_env={"env_vars": {"WORLD_SIZE": "1"}}).remote()  # as verl makes its workers
-    print(json.dumps(ray.get(worker.installed.remote(), timeout=90)))
+    print(json.dumps(ray.get(worker.installed.remote(), timeout=200)))
     ray.shutdown()
 """
 SAVE = """

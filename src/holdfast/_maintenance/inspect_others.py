@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from holdfast._io.open_checkpoint import TorchDist, open_source
 from holdfast._io.slice import IndexSource
@@ -20,6 +21,7 @@ from holdfast._values import natural
 
 TORCH_DIST = "torch DCP or megatron-core (torch_dist)"
 PUBLISHED = "safetensors of Hugging Face"
+SLICE = "a slice that `holdfast fetch` took of a checkpoint"
 
 
 class _Row(NamedTuple):
@@ -42,7 +44,7 @@ def describe_other(store: Store, pattern: str | None = None, limit: int | None =
     """
     with open_source(store) as source:
         if isinstance(source, IndexSource):
-            return about_checkpoint(store, source.index, pattern, limit)
+            return replace(about_checkpoint(store, source.index, pattern, limit), format=SLICE)
         is_dist = isinstance(source, TorchDist)
         rows = _of_torch_dist(source) if isinstance(source, TorchDist) else _of_model(source)
     found = [row for row in rows if pattern is None or matches(row.name, pattern)]

@@ -150,7 +150,8 @@ def test_a_rank_that_fails_in_an_operation_is_named_on_all_others(
             if what == "hangs":
                 assert said.startswith("DeadlineExceeded"), said
                 assert victim in missing, said
-                assert "with all_to_all" in said if operation == "all_to_all_single" else "with pairs" in said
+                doing = "before all_to_all of" if operation == "all_to_all_single" else "in pairs of"
+                assert f"{doing} group" in said, said
                 continue
             assert culprit == victim, said
             assert ended(said) if what == "dies" else "The first pairs of group" in said, said
