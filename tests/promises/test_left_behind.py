@@ -72,4 +72,4 @@ def test_who_can_not_learn_of_a_commit_names_the_rank_that_decides_it(tmp_path: 
         ((named, pid),) = missing
         assert named == 0
         assert "it could not learn whether the index was put in place" in said
-        assert f"ank 0 (host {socket.gethostname()}, pid {pid})" in said
+        assert f"Rank 0 (host {socket.gethostname()}, pid {pid}) decides that; its process " in said

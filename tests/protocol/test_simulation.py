@@ -147,9 +147,10 @@ def optimistic_final(context: Context, job: Any) -> Steps:
     yield
 
 
-def pessimistic_doubt(context: Context, cause: HoldfastError) -> HoldfastError:
+def pessimistic_doubt(context: Context, cause: HoldfastError) -> Steps:
     """Calls what it can't know a failure."""
     return HoldfastError(f"{context.title} failed: {cause.message}")
+    yield
 
 
 def endless_patience(self: Any, ranks: list[int], what: str) -> Iterator[Any]:

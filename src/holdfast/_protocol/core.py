@@ -55,7 +55,7 @@ from holdfast._protocol.messages import (
 )
 from holdfast._protocol.rounds import act, agree, agree_on_replicas, collect, learn, own_answer, wait_for
 from holdfast._roster.base import is_foreign
-from holdfast._roster.presence import Seen, describe
+from holdfast._roster.presence import Seen, describe, ended_since
 from holdfast._store.base import VISIBLE_WITHIN
 from holdfast._values import Json
 from holdfast.errors import CommitUnconfirmed, HoldfastError, RankFailed, RosterLost, from_message
@@ -186,7 +186,7 @@ def _fail(context: Context, commit: SaveActions | None, error: HoldfastError) ->
     # On another rank: the committer may have committed. On the committer: its claim was interrupted after it
     # took effect, and nothing was published.
     elif abandoned is None and commit is not None:
-        abandoned = _unconfirmed(context, error)
+        abandoned = yield from _unconfirmed(context, error)
     if abandoned is not None:
         raise abandoned from error.__cause__
     assert context.known_outcome is not None
@@ -257,17 +257,23 @@ def _look(context: Context, job: SaveActions, seconds: float, cause: HoldfastErr
                 cause = HoldfastError(
                     f"{cause}, but its index is not to be seen from here", rank=context.committer
                 )
-            raise _unconfirmed(context, cause) from None
+            raise (yield from _unconfirmed(context, cause)) from None
         # A network file system may show another host's file late; looking more often does not help.
         yield Do("rest", partial(context.clock.sleep, pause))
         pause = min(2 * pause, 1.0)
 
 
-def _unconfirmed(context: Context, cause: HoldfastError) -> CommitUnconfirmed:
+def _unconfirmed(context: Context, cause: HoldfastError) -> Steps:
+    """End in phase `unconfirmed`, and return the error. It blames the committer only if its process is known
+    to have ended."""
     phase, known = context.phase, context.heard()
     context.enter("unconfirmed")
-    who = describe(context.committer, context.committer_seen or Seen(), context.clock.wall())
-    where = f" (host {who.host}, pid {who.pid})" if who.host else ""
+    seen = context.committer_seen or Seen()
+    ended = yield Do("look", partial(ended_since, seen))
+    who = describe(context.committer, seen, context.clock.wall(), ended)
+    decides = (
+        f"Rank {who.rank}" + (f" (host {who.host}, pid {who.pid})" if who.host else "") + " decides that"
+    )
     whose = (
         "all ranks had written" if known is not None and known.state == "agreed" else "this rank had written"
     )
@@ -276,10 +282,10 @@ def _unconfirmed(context: Context, cause: HoldfastError) -> CommitUnconfirmed:
         f"({cause.message})",
         step=context.step,
         phase=phase,
-        rank=context.committer if cause.rank is None else cause.rank,
-        missing=cause.missing or ((who,) if who.host else ()),
-        hint=f"Rank {who.rank}{where} decides that. Once storage is reachable, `holdfast latest` tells; the "
-        "checkpoint is whole or not there.",
+        rank=who.rank if ended and cause.rank is None else cause.rank,
+        missing=cause.missing or ((who,) if ended else ()),
+        hint=f"{'; '.join(filter(None, (decides, ended)))}. Once storage is reachable, `holdfast latest` "
+        "tells; the checkpoint is whole or not there.",
     )
 
 
@@ -306,7 +312,7 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
         message = yield from abandon(context.key, context.rank, error)
     except RosterLost:
         if context.phase == "written" and not context.is_committer:  # the others may commit its files
-            return _unconfirmed(context, error)
+            return (yield from _unconfirmed(context, error))
         context.enter("failed")
         return error
     standing = context.known_outcome = from_roster(message, Outcome)

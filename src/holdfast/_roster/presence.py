@@ -128,6 +128,13 @@ def judge(at: Message | None, gone: Message | None) -> Seen:
     return Seen(vitals, ended, witness, there, state)
 
 
+def ended_since(seen: Seen) -> str:
+    """Return how a process has ended, of this machine also since it was looked at; "" if that is unknown."""
+    if seen.ended or seen.vitals is None or not seen.vitals.who.is_of_this_machine():
+        return seen.ended
+    return "" if seen.vitals.who.state() else seen.vitals.who.how_it_ended()
+
+
 def read(message: Message | None, kind: type[T]) -> T | None:
     """Convert a message to its type; None if it does not fit."""
     with suppress(msgspec.ValidationError):
