@@ -3,7 +3,7 @@
     HoldfastError
     ├── BadInput(ValueError)     the call itself can't be honoured; nothing was started
     ├── SaveFailed               this save did not become a checkpoint, on any rank
-    │   ├── Spared               ranks have not come that the save does without; it handles this by itself
+    │   ├── IdleRanks            ranks have not come that the save does without; it handles this by itself
     │   ├── CoverageError        the shards of all ranks do not tile a tensor exactly once
     │   ├── ReplicaMismatch      ranks hold different bytes under one name
     │   ├── Vanished             tensors that the previous step (or `expected=`) had are gone
@@ -126,7 +126,7 @@ class SaveFailed(HoldfastError):
     """The save did not become a checkpoint. The folder holds what it held before."""
 
 
-class Spared(SaveFailed):
+class IdleRanks(SaveFailed):
     """Ranks have not come whose values the other ranks hold, too. All ranks get this error, and save again
     without the absent ones: no caller sees it."""
 

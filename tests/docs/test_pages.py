@@ -144,7 +144,7 @@ def test_every_error_and_exit_code_has_a_line_on_what_to_do() -> None:
     page = text("docs/troubleshooting.md")
     assert {row[0] for row in table(page, "errors")} == error_names() - {
         "HoldfastError",
-        "Spared",
+        "IdleRanks",
         "Unplaced",
     }
     codes = set(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE)))

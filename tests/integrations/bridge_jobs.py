@@ -66,7 +66,8 @@ def save_and_log(
     """Like `save_of_some` in groups over all ranks; also what this rank logs. The ranks that don't train call
     `late` seconds after the others; never if that is 0.
 
-    changes: "object": add an object to what Megatron saves, as a state of a random generator.
+    changes: "object": add an object to what Megatron saves, as a state of a random generator; "forged": rank 1
+    tells the others that the save is made without the last rank, as a stranger in the message store can.
     """
     import io
 
@@ -89,6 +90,17 @@ def save_and_log(
             return whole(*args, **named) | {"own": ShardedObject("own", number, (count,), (number,))}
 
         checkpointing.generate_state_dict = generate
+    if changes == "forged" and rank == 1:
+        from holdfast._saving.job import SaveJob
+        from holdfast.errors import IdleRanks
+
+        write = SaveJob.write
+
+        def forge(*_: Any) -> Any:
+            SaveJob.write = write  # type: ignore[method-assign]
+            raise IdleRanks("forged", rank=3, details={"idle": [dist.get_world_size() - 1]})
+
+        SaveJob.write = forge  # type: ignore[method-assign]
     model = model_of(layout, 3)
     if rank >= train:
         if not late:

@@ -73,7 +73,7 @@ def test_a_save_of_a_model_does_without_idle_members(tmp_path: Path) -> None:
     assert [said for said, *_ in found] == ["saved"] * 4 + ["takes no part"] * 4
     assert all(2.0 < took < 2 * SLACK for _, took, _ in found[:4])
     lines = "".join(log for *_, log in found)
-    assert "rank 4-7 had not entered it" in lines
+    assert "ranks 4-7 had not entered it" in lines
     assert "It waits on" not in lines
     assert "It is committed." in lines
     assert "job=holdfast.Job(participants=...)" in lines
@@ -94,6 +94,18 @@ def test_an_idle_member_that_comes_late_is_told(tmp_path: Path) -> None:
     for rank, (_, took, log) in enumerate(found):
         assert took < 2 * SLACK
         assert ("came after that, and saves nothing" in log) == (rank >= 6)
+
+
+def test_nobody_but_the_lowest_rank_decides_that_ranks_are_idle(tmp_path: Path) -> None:
+    with ProcessWorld(4) as world:
+        found = world.run(
+            bridge_jobs.save_and_log, str(tmp_path), 4, Job(timeout=60), 0.0, LAYOUT, "forged", timeout=100
+        )
+    for said, *_ in found[:3]:
+        assert said.startswith(("SaveFailed", "CheckpointingException")), said
+        assert "is made without ranks 3, which rank 0 has not decided" in said
+    assert "saves nothing" in found[3][2]
+    assert not (tmp_path / TRACKER).exists()
 
 
 @pytest.mark.parametrize(

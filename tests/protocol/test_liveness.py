@@ -12,7 +12,7 @@ from holdfast._protocol.effects import Claim, Context, Late, Look, Put
 from holdfast._protocol.liveness import PeerMonitor
 from holdfast._roster.presence import Seen, Vitals
 from holdfast._roster.process import Identity
-from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed, Spared
+from holdfast.errors import DeadlineExceeded, HoldfastError, IdleRanks, RankFailed
 from tests.support.faults import Faults
 from tests.support.simulate import SimulatedClock, World, check, run_world
 
@@ -313,9 +313,9 @@ def test_a_save_with_a_rank_that_is_hours_late_is_committed() -> None:
 @pytest.mark.parametrize(
     ("copies", "faults", "ends"),
     [
-        ([[(0, 1, 4)]], Faults(absent={2, 3}), Spared),
-        ([[(0, 2, 2), (1, 2, 2)], [(0, 1, 4)]], Faults(absent={2, 3}), Spared),
-        ([[(0, 1, 4)]], Faults(late={3: HOUR}), Spared),
+        ([[(0, 1, 4)]], Faults(absent={2, 3}), IdleRanks),
+        ([[(0, 2, 2), (1, 2, 2)], [(0, 1, 4)]], Faults(absent={2, 3}), IdleRanks),
+        ([[(0, 1, 4)]], Faults(late={3: HOUR}), IdleRanks),
         ([[(0, 1, 3)]], Faults(absent={2, 3}), DeadlineExceeded),
         ([[(0, 1, 4)], [(0, 1, 3)]], Faults(absent={3}), DeadlineExceeded),
         ([[(3, -1, 4)]], Faults(absent={2, 3}), DeadlineExceeded),
@@ -343,7 +343,7 @@ def test_a_save_ends_early_for_ranks_that_hold_nothing_of_their_own(
     assert all("though every rank lives" in broken and faults.late for broken in check(world))
     for (rank, _), outcome in world.outcomes.items():
         assert type(outcome.error) is ends, (rank, outcome)
-        if ends is Spared:
+        if ends is IdleRanks:
             named = {info.rank for info in outcome.error.missing}
             assert named == (faults.absent or set(faults.late))
             assert outcome.at < 60.0 or rank in faults.late

@@ -168,6 +168,8 @@ class Context:
     """The outcome, once this rank knows it."""
     heard_outcome: Callable[[], Message | None] = lambda: None
     """Returns the outcome that the heart of this rank has seen."""
+    idle: tuple[int, ...] = ()
+    """Committer: the ranks without which it has decided to save."""
     committer_seen: Seen | None = None
     """What this rank has seen of the committer last."""
     is_decidable: bool = False

@@ -27,6 +27,8 @@ UNKNOWN_BEFORE = (
 )
 LEFT_OUT = "left out"
 """Key in the details of an error: the ranks that it names have not entered the call, and live."""
+STALLED = "stalled"
+"""Key in the details of an error: the ranks that it names have made no progress for `stall_timeout`."""
 COURTESY = 0.5
 """Seconds past the deadline that the other ranks wait for the committer, which knows best who is missing."""
 AWAY = 5.0
@@ -102,7 +104,8 @@ class PeerMonitor:
         lost = [self._describe(rank, one, one.ended) for rank, one in seen.items() if self._is_lost(one)]
         self.circles.broken = set()
         lost += [] if lost else (yield from self.circles.find(seen))
-        lost += [] if lost else self._stalled(seen)
+        stalled = [] if lost else self._stalled(seen)
+        lost += stalled
         if lost:
             # Its message may have come after the caller has looked for it: only the second look counts.
             names = {info.rank for info in lost}
@@ -110,6 +113,7 @@ class PeerMonitor:
                 self.suspects, self.next_look = names, now
                 return
             error = self._failed(lost, seen, RankFailed, len(lost))
+            error.details |= {STALLED: True} if stalled else {}
             for key in self.circles.broken:
                 # All of the circle end: with this operation over, the others would wait without being in one.
                 yield from abandon(key, context.rank, error)

@@ -26,7 +26,7 @@ from holdfast._roster.memory import MemoryRoster
 from holdfast._roster.presence import Gone, describe, see
 from holdfast._roster.whereabouts import Inquiry, note_caller
 from holdfast._values import Json, size_text
-from holdfast.errors import HoldfastError, RankFailed, RosterLost, Spared, Unplaced
+from holdfast.errors import HoldfastError, IdleRanks, RankFailed, RosterLost, Unplaced
 
 log = logging.getLogger("holdfast")
 TELL_EVERY = 10.0
@@ -254,8 +254,10 @@ class Operation:
             return value
         except HoldfastError as error:
             if not self.alone:
-                self.presence.beacon.see_off(LINGER)  # the caller may end this process at once
-            if not isinstance(error, Unplaced | Spared):  # no failures: the call begins again
+                # The caller may end this process at once. But the call ends soon after its deadline.
+                past = max(0.0, self.context.clock.now() - self.context.deadline.at)
+                self.presence.beacon.see_off(LINGER - past)
+            if not isinstance(error, Unplaced | IdleRanks):  # no failures: the call begins again
                 self.emit("raised", error=type(error).__name__, message=str(error))
             cause = collect_error.__cause__ if collect_error is not None else None
             if cause is not None and not isinstance(cause, Exception):

@@ -11,9 +11,9 @@ from typing import Any
 from msgspec import Struct
 
 from holdfast._protocol.effects import Claim, Context, Do, Get, Pause, Put, SaveActions, Steps, TaskActions
+from holdfast._protocol.idle import do_without
 from holdfast._protocol.liveness import QUOTED, PeerMonitor
 from holdfast._protocol.messages import Assigned, Before, Outcome, RowDigest, RowList, from_roster, to_message
-from holdfast._protocol.spare import do_without
 from holdfast._values import Message
 from holdfast.errors import DeadlineExceeded, from_message
 

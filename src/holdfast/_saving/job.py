@@ -37,7 +37,7 @@ from holdfast._state.memory import CallerStreams
 from holdfast._store.base import Folder, Kind
 from holdfast._store.local import open_store
 from holdfast._values import Json
-from holdfast.errors import CommitUnconfirmed, HoldfastError, SaveFailed, Spared, StorageError
+from holdfast.errors import CommitUnconfirmed, HoldfastError, IdleRanks, SaveFailed, StorageError
 
 
 class SaveReport(msgspec.Struct, frozen=True):
@@ -142,7 +142,7 @@ class SaveJob:
             # Each live rank deletes its own files; those of dead ranks stay for `prune`.
             if (self.files or self.makes_folder) and not self.options.keep_failed:
                 # The next attempt is in the same folder.
-                clean_up(self.store, self.discard, self.makes_folder and not isinstance(error, Spared))
+                clean_up(self.store, self.discard, self.makes_folder and not isinstance(error, IdleRanks))
             raise
         if self.options.link_unchanged:
             remember(self.store, self.rank, self.files)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast._groups.lifecycle.claims import label, listed
+from holdfast._protocol.liveness import STALLED
 from holdfast._roster.presence import Seen, describe
 from holdfast._values import Message, size_text
 from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed
@@ -18,6 +19,10 @@ class Place:
 
     position: int = -1
     """The number of the group that it is at, in its own order."""
+    round: int = 0
+    """The round of that group, by which ranks compare."""
+    operation: int = 0
+    """The number of the collective that it is at in that group."""
     issued: bool | None = None
     """Whether it has issued the collective that it is at; None where its backend does not tell."""
     free: int | None = None
@@ -25,9 +30,13 @@ class Place:
 
     @classmethod
     def of(cls, record: Message) -> Place:
-        position, issued, free = record.get("position"), record.get("issued"), record.get("free")
+        issued, free = record.get("issued"), record.get("free")
+        numbers = [record.get(name) for name in ("position", "round", "operation")]
+        position, number, operation = (one if isinstance(one, int) else -1 for one in numbers)
         return cls(
-            position if isinstance(position, int) else -1,
+            position,
+            number,
+            operation,
             issued if isinstance(issued, bool) else None,
             free if isinstance(free, int) else None,
         )
@@ -51,14 +60,15 @@ def places_of(seen: dict[int, Seen], key: str) -> dict[int, Place]:
     }
 
 
+def may_be_explained(error: RankFailed) -> bool:
+    """Return whether nothing but time has ended the warm-up: other errors say the cause themselves."""
+    return isinstance(error, DeadlineExceeded) or STALLED in error.details
+
+
 def who_did_not_come(
     error: RankFailed, seen: dict[int, Seen], key: str, places: dict[int, Place], plan: Plan, seconds: float
 ) -> HoldfastError | None:
-    """Return an error that says who arrived, and who did not, in the earliest group that is not done; None if
-    a rank has ended, as `error` says."""
-    is_late = isinstance(error, DeadlineExceeded)
-    if not is_late and any(seen[info.rank].ended for info in error.missing):
-        return None
+    """Return an error that says who arrived, and who did not, in the earliest group that is not done."""
     stuck = []
     for name, (_, ranks) in plan.groups.items():
         # Below 0: the rank has not come to the group. 0: it is in it. Above 0: it is done with it.
@@ -77,9 +87,13 @@ def who_did_not_come(
     # not issued it.
     why = {rank: seen[rank].ended or seen[rank].held() for rank in ranks}
     held = [rank for rank in arrived if why[rank]]
-    issued = [rank for rank in inside if places[rank].issued]
-    not_issued = [rank for rank in inside if places[rank].issued is False]
-    culprits = absent or held or (not_issued if issued else []) or arrived
+    # Of several collectives on the group the earliest counts: who is at a later one has issued it.
+    first = min((places[rank].operation for rank in inside), default=0)
+    later = [rank for rank in inside if places[rank].operation > first]
+    issued = [rank for rank in inside if rank in later or places[rank].issued]
+    not_issued = [rank for rank in inside if rank not in later and places[rank].issued is False]
+    behind = [rank for rank in inside if rank not in later] if later else []
+    culprits = absent or held or (not_issued if issued else []) or behind or arrived
     infos = tuple(describe(rank, seen[rank], time.time(), why[rank], key) for rank in culprits[:8])
     free = places.get(culprits[0], Place()).free
     memory = "" if free is None else f", with {size_text(free)} of GPU memory free"
@@ -90,7 +104,9 @@ def who_did_not_come(
         where = f"{listed(issued)} issued the collective, {listed(not_issued)} did not: {them}"
     else:
         where = f"all its ranks arrived, and its collective did not end: {them}"
-    given_up = "" if is_late else ", without progress on any rank (stall_timeout),"
+    given_up = (
+        "" if isinstance(error, DeadlineExceeded) else ", without progress on any rank (stall_timeout),"
+    )
     return type(error)(
         f"The warm-up of process groups failed after {seconds:.1f} s{given_up} in "
         f"{label(name, description, ranks)}: {where}.",

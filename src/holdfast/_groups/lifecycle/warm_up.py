@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from holdfast import events
 from holdfast._groups.audit.doctor import serve
-from holdfast._groups.lifecycle.absent import Place, Plan, places_of, who_did_not_come
+from holdfast._groups.lifecycle.absent import Place, Plan, may_be_explained, places_of, who_did_not_come
 from holdfast._groups.lifecycle.claims import agreed, claim, label
 from holdfast._groups.lifecycle.collectives import NotSupported, issue, usable_devices
 from holdfast._groups.lifecycle.device import Device
@@ -54,7 +54,8 @@ class _WarmUp(CollectiveTask):
         self._groups = {known.name: known for known in groups}
         self._operations, self._budget = operations, budget
         self._device = Device()
-        self._position = 0
+        self._position = self._round_now = self._number = 0
+        """The group that this rank is at in its own order, the round of that, and its operation."""
         self._collective: tuple[dist.ProcessGroup, int | None] | None = None
         """The group of the collective that comes next or is under way, and how many were issued before it."""
         self._everyone: dict[str, tuple[str, list[int]]] = {}
@@ -132,7 +133,7 @@ class _WarmUp(CollectiveTask):
         for position, (name, number, operations) in enumerate(order):
             # The presence message carries it (`now`), so the committer knows which rank has not reached
             # which group.
-            self._position = position
+            self._position, self._round_now, self._collective = position, number, None
             where = f"{position + 1} of {len(order)}"
             self.warmed.append(self._warm_one(self._groups[name], number, operations, where))
         self._position, self._collective = len(order), None
@@ -153,7 +154,8 @@ class _WarmUp(CollectiveTask):
             )
         issued: list[IssuedOperation] = []
         left_out: list[str] = []
-        for operation in operations:
+        for number_here, operation in enumerate(operations):
+            self._number = number_here
             # Neighbours that exchange pair by pair are not counted by the group.
             before = collectives_issued(known.group) if operation != "pairs" else None
             self._collective = (known.group, before)
@@ -225,7 +227,13 @@ class _WarmUp(CollectiveTask):
             )
 
     def now(self) -> Message:
-        return {"position": self._position, "issued": self._has_issued(), "free": self._device.free()}
+        return {
+            "position": self._position,
+            "round": self._round_now,
+            "operation": self._number,
+            "issued": self._has_issued(),
+            "free": self._device.free(),
+        }
 
     def phrase(self) -> str:
         if self._collective is None:
@@ -244,13 +252,13 @@ class _WarmUp(CollectiveTask):
     def suspicion(self, seen: Seen) -> int:
         """First ranks that are behind, then those that have not issued their collective."""
         place = places_of({0: seen}, self.operation.context.key).get(0, Place())
-        return 2 * place.position + (place.issued is not False)
+        return 2 * place.round + (place.issued is not False)
 
     def better(self, error: HoldfastError) -> HoldfastError | None:
         if isinstance(error, GroupsFailed) and "group" in error.details:
             return self._somebody_gone(error)
         # Only the committer knows the order of all ranks; the others raise its error.
-        if isinstance(error, RankFailed) and self._order:
+        if self._order and isinstance(error, RankFailed) and may_be_explained(error):
             context = self.operation.context
             seen = see(self.roster, context.participants)
             places = places_of(seen, context.key) | {self.roster.rank: Place.of(self.now())}

@@ -16,15 +16,17 @@ from holdfast._integrations.guard import note_absent, note_committed
 from holdfast._integrations.megatron import common as common_state
 from holdfast._integrations.megatron import mcore, steps
 from holdfast._integrations.megatron.shards import Progression, WrittenCopies, to_save
+from holdfast._layout.ranks import ranks_text
 from holdfast._protocol.call import Call
+from holdfast._protocol.idle import idle_of
 from holdfast._protocol.liveness import NO_PART
-from holdfast._protocol.spare import spared
+from holdfast._saving.commit import NOT_OURS
 from holdfast._saving.job import SaveJob
 from holdfast._saving.request import SaveRequest
 from holdfast._state.leaf import Flat
 from holdfast._store.base import Store
 from holdfast._values import Message
-from holdfast.errors import Spared
+from holdfast.errors import IdleRanks, SaveFailed
 
 log = logging.getLogger("holdfast")
 
@@ -82,7 +84,7 @@ def read_state_dict(
             collect=collect,
             call=call,
             notes={"megatron-core": mcore.VERSION} | ({"without": list(without)} if without else {}),
-            copies=lambda: copies,
+            copies=None if without else lambda: copies,  # the ranks that came are waited for
             report=lambda: report,
             merge_reports=merge,
             **how,
@@ -95,19 +97,29 @@ def save_at_once(make: Callable[..., SaveJob], call: Call) -> None:
 
     make: takes the call, and the ranks that it is made without.
     """
+    job: SaveJob = make(call)
     try:
-        made = make(call).run()
-    except Spared as error:
-        absent = spared(error, call.participants)
+        report = job.run()
+    except IdleRanks as error:
+        absent = idle_of(error, call.participants)
         note_absent(absent)
         if call.rank in absent:
             log.warning("%s Rank %d came after that, and saves nothing.", error.message, call.rank)
             return
         others = tuple(rank for rank in call.participants if rank not in absent)
-        made = make(replace(call, participants=others), absent).run()
+        again: SaveJob = make(replace(call, participants=others), absent)
+        if call.rank == others[0] and job.operation.context.idle != absent:
+            # Raised in the call, so that the others get it, too.
+            again.collect_error = SaveFailed(
+                f"The message store says that the {job.request.title} is made without ranks "
+                f"{ranks_text(absent)}, which rank {call.rank} has not decided.",
+                rank=call.rank,
+                hint=NOT_OURS,
+            )
+        report = again.run()
         if call.rank == others[0]:
             log.warning("%s It is committed. %s", error.message, NO_PART)
-    note_committed(made.path)
+    note_committed(report.path)
 
 
 def take_apart(sharded_state_dict: mcore.StateDict) -> tuple[list[mcore.ShardedTensor], mcore.StateDict]:

@@ -1,8 +1,10 @@
 """Ranks that a save can do without: they have not come, and the others hold all that they hold.
 
 An idle rank and a late one look alike until the late one comes. A save whose ranks say who holds the same
-values (`RowDigest.copies`) need not tell them apart: after `report_after` it ends with `Spared` on all ranks,
-and begins again among the others. A rank that comes later gets the same error, and nothing is lost by that.
+values (`RowDigest.copies`) need not tell them apart: after `report_after` it ends with `IdleRanks` on all
+ranks, and begins again among the others. A rank that comes later gets the same error, and nothing is lost by
+that. The lowest participant takes part in both, and only believes what it has decided itself: an error that
+somebody else writes into the message store makes the save fail.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ from holdfast._layout.ranks import from_progressions, ranks_text
 from holdfast._protocol.effects import Context, Look, Steps
 from holdfast._protocol.messages import RowDigest
 from holdfast._roster.presence import Seen
-from holdfast.errors import RankInfo, Spared
+from holdfast.errors import IdleRanks, RankInfo
 
 LISTED = 8
 """Ranks that the error describes; its details have all."""
-_DETAIL = "spared"
+_DETAIL = "idle"
 
 
 def do_without(context: Context, heard: Mapping[int, RowDigest], ranks: Iterable[int]) -> Steps:
-    """Committer: end the call with `Spared` if none of the missing ranks has entered it, and those that have
-    hold all their values."""
+    """Committer: end the call with `IdleRanks` if none of the missing ranks has entered it, and those that
+    have entered hold all their values."""
     absent = sorted(set(ranks) - heard.keys())
     if not _hold_all(heard, absent):
         return
@@ -30,9 +32,10 @@ def do_without(context: Context, heard: Mapping[int, RowDigest], ranks: Iterable
     # One that has entered comes; of one that has ended, the wait says so.
     if any(one.is_in(context.key) or one.ended for one in seen.values()):
         return
-    waited = context.deadline.elapsed()
-    raise Spared(
-        f"{context.title}: after {waited:.0f} s rank {ranks_text(absent)} had not entered it. Other ranks "
+    context.idle = tuple(absent)
+    waited, who = context.deadline.elapsed(), "rank" if len(absent) == 1 else "ranks"
+    raise IdleRanks(
+        f"{context.title}: after {waited:.0f} s {who} {ranks_text(absent)} had not entered it. Other ranks "
         "hold the same values, so the save is made without them.",
         step=context.step,
         rank=absent[0],
@@ -41,11 +44,10 @@ def do_without(context: Context, heard: Mapping[int, RowDigest], ranks: Iterable
     )
 
 
-def spared(error: Spared, participants: Sequence[int]) -> tuple[int, ...]:
+def idle_of(error: IdleRanks, participants: Sequence[int]) -> tuple[int, ...]:
     """Return the participants that the save is made without; never the lowest, which decides."""
     named = error.details.get(_DETAIL)
-    absent = set(named) if isinstance(named, list) else set()
-    return tuple(rank for rank in participants[1:] if rank in absent)
+    return tuple(rank for rank in participants[1:] if isinstance(named, list) and rank in named)
 
 
 def _hold_all(heard: Mapping[int, RowDigest], absent: Sequence[int]) -> bool:
