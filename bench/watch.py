@@ -72,8 +72,8 @@ def answer(number: int, late: bool) -> dict[str, Any]:
     train = Call("train", "train.py", 80 if late else 90)
     torchs = "torch/distributed/distributed_c10d.py"
     inner = (Call("plan", "plan.py", 5),) if late else (Call("all_reduce", torchs, 3000),)
-    outer = stacks_here(ways=True)[0]
-    stack = Stack("MainThread", (*inner, train, *outer.calls), here, ways=(None,) * 2 + outer.ways)
+    outer = stacks_here()[0]
+    stack = Stack("MainThread", (*inner, train, *outer.calls), here)
     later = msgspec.structs.replace(stack, calls=(Call("plan", "plan.py", 9), *stack.calls[1:]))
     operation = Operation(
         "0:default_pg",
@@ -112,8 +112,8 @@ def called() -> list[tuple[float, float]]:
     found = diagnose(evidence)
     summary("a benchmark asks", found, evidence, "")
     seconds = time.perf_counter() - began
-    if found.verdict is None or (found.verdict.kind, found.verdict.ranks) != ("late", (late,)):
-        raise ValueError(f"the late rank was not found: {found.verdict}")
+    if found.who is None or found.who.ranks != (late,):
+        raise ValueError(f"the late rank was not found: {found.who}")
     return [(seconds, float(size))]
 
 

@@ -26,7 +26,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 """Supported; the last one that is found runs the whole suite."""
 LIFE = (
     "tests/test_exits.py", "tests/test_late.py", "tests/test_heart.py", "tests/background", "tests/groups/session", "tests/run",
-    "tests/system/test_async.py", "tests/watch/test_ways.py", "tests/docs/test_programs.py",
+    "tests/system/test_async.py", "tests/docs/test_programs.py",
 )  # fmt: skip
 """What depends on how an interpreter runs and ends."""
 PORTABLE = (

@@ -2,12 +2,11 @@
 
 An exhibit is one text file: what is right, and sections of evidence. `posted` sections are machine output of the
 thread, `composed` ones are written by us from its facts, in the form of the tool that would have written them.
-The right answers were written before the rules, and every third exhibit was kept aside until the rules were
-written.
+The right answers were written before the rules.
 
     python -m tests.museum.museum
 
-prints the scores, and what torch's own analysis of flight records (`torchfrtrace`) names, given the same counts.
+prints what is said of each.
 """
 
 from __future__ import annotations
@@ -58,16 +57,6 @@ class Exhibit(NamedTuple):
         return any(section.kind in LEVELS[level] for section in self.sections)
 
 
-class Score(NamedTuple):
-    right: int
-    of: int
-    """Exhibits that this much evidence decides."""
-    partly: int
-    """The class is right, and the ranks are left open."""
-    silent: int
-    wrong: int
-
-
 def ranks_of(text: str) -> tuple[int, ...]:
     """`1-3,7` as ranks."""
     found: list[int] = []
@@ -80,11 +69,6 @@ def ranks_of(text: str) -> tuple[int, ...]:
 @cache
 def exhibits() -> tuple[Exhibit, ...]:
     return tuple(_read(path) for path in sorted(FOLDER.glob("*.txt")))
-
-
-def kept_aside() -> tuple[Exhibit, ...]:
-    """Every third one."""
-    return exhibits()[2::3]
 
 
 def _read(path: Path) -> Exhibit:
@@ -184,41 +168,40 @@ def diagnosed(exhibit: Exhibit, level: str, folder: Path) -> Diagnosis | None:
     return diagnose(read_all([str(place)]))
 
 
-def judged(exhibit: Exhibit, found: Diagnosis | None) -> str:
-    """`right`, `partly`, `silent` or `wrong`."""
-    if found is None or found.verdict is None:
-        return "right" if exhibit.decided_by == "nothing" else "silent"
-    verdict = found.verdict
-    if verdict.kind != exhibit.kind or (verdict.ranks is not None and verdict.ranks != exhibit.ranks):
-        return "wrong"
-    return "right" if verdict.ranks == exhibit.ranks else "partly"
+WHYS = {"mismatch": "mismatch", "died": "died", "cycle": "cycle"}
+"""Classes of which the evidence can be a proof. Of all others, no cause may be given, but an end."""
 
 
-def score(some: tuple[Exhibit, ...], level: str, folder: Path) -> Score:
-    """Score a level over exhibits."""
-    order = [*LEVELS, "nothing"]
-    results = {exhibit: judged(exhibit, diagnosed(exhibit, level, folder)) for exhibit in some}
-    decided = [one for one in some if order.index(one.decided_by) <= order.index(level)]
-    counted = [result for exhibit, result in results.items() if exhibit in decided]
-    return Score(
-        counted.count("right"),
-        len(decided),
-        counted.count("partly"),
-        counted.count("silent"),
-        list(results.values()).count("wrong"),
-    )
+def judged(exhibit: Exhibit, found: Diagnosis | None) -> tuple[str, str]:
+    """Return how `who` and `why` are: `right`, `silent` or `wrong`."""
+    who = found.who if found is not None else None
+    why = found.why.kind if found is not None and found.why is not None else ""
+    ranks = None if who is None else who.ranks
+    if exhibit.ranks is None:
+        how = "right" if who is not None or exhibit.decided_by == "nothing" else "silent"
+    else:
+        how = "right" if ranks == exhibit.ranks else "silent" if ranks is None else "wrong"
+    right = WHYS.get(exhibit.kind, "")
+    if why == "ended" and any(section.kind == "states" for section in exhibit.sections):
+        right = why  # the exhibit says of these ranks that they have ended
+    return how, "right" if why == right else "silent" if not why else "wrong"
 
 
 def scores(folder: Path) -> list[list[str]]:
-    """Return the rows of the table in docs/diagnose.md."""
-    open_ones = tuple(one for one in exhibits() if one not in kept_aside())
-    parts = {"all": exhibits(), "rules were written for": open_ones, "kept aside": kept_aside()}
-    return [
-        [title, level, f"{one.right} of {one.of}", str(one.partly), str(one.silent), str(one.wrong)]
-        for title, some in parts.items()
-        for level in LEVELS
-        for one in [score(some, level, folder / title)]
-    ]
+    """Return the rows of the table in docs/diagnose.md: by level, who is right, silent and wrong, and why."""
+    rows = []
+    for level in LEVELS:
+        some = [one for one in exhibits() if one.has(level)]
+        results = [judged(one, diagnosed(one, level, folder)) for one in some]
+        row = [level]
+        for column in zip(*results, strict=True):
+            row += [
+                f"{column.count('right')} of {len(some)}",
+                str(column.count("silent")),
+                str(column.count("wrong")),
+            ]
+        rows.append(row)
+    return rows
 
 
 def peer_names(folder: Path) -> dict[Exhibit, tuple[int, ...]]:
@@ -234,16 +217,14 @@ def peer_names(folder: Path) -> dict[Exhibit, tuple[int, ...]]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for row in (
-            ["exhibits", "evidence", "right", "class only", "silent", "wrong"],
-            *scores(Path(folder)),
-        ):
+        for row in scores(Path(folder)):
             print("| " + " | ".join(row) + " |")
-        for exhibit, named in peer_names(Path(folder)).items():
-            right = (
-                "not known" if exhibit.ranks is None else listed(exhibit.ranks) if exhibit.ranks else "none"
-            )
-            print(f"torchfrtrace: {exhibit.name}: {listed(named) if named else 'none'} (right: {right})")
+        for one in exhibits():
+            found = diagnosed(one, "stacks", Path(folder))
+            right = "-" if one.ranks is None else listed(one.ranks) if one.ranks else "nobody"
+            print(f"{one.name}: {one.kind}, {right}: {judged(one, found)}")
+            if found is not None:
+                print("    " + found.says.replace("\n", "\n    "))
 
 
 if __name__ == "__main__":

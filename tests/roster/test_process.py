@@ -18,6 +18,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+import torch.distributed as dist
 
 from holdfast._roster import process
 from holdfast._roster.memory import MemoryRoster
@@ -362,6 +364,26 @@ def test_a_process_without_a_free_signal_writes_no_stacks() -> None:
 
 
 # -- what a process does --------------------------------------------------------------------------------
+
+
+def test_threads_that_wait_for_messages_of_gloo_are_no_activity() -> None:
+    """They look at a clock, and use more of a core the busier the machine is."""
+
+    def use() -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.all_reduce(torch.ones(1))
+        names = {
+            int(thread): Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+            for thread in os.listdir("/proc/self/task")
+        }
+        cpu, _ = activity()
+        waits = {thread for thread, name in names.items() if name.startswith(("gloo_", "pt_gloo_"))}
+        assert waits
+        assert not waits & cpu.keys()
+        assert threading.get_native_id() in cpu
+        assert sum(cpu.values()) <= time.process_time()
+
+    in_a_fork(use)
 
 
 def test_activity_is_cpu_time_files_and_connections_of_a_process_and_its_children(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from holdfast._cli.doctor import command as doctor
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.read import read_all
 from holdfast._watch.shared_call import ROLL_CALLS, wait_for_answers
-from holdfast._watch.verdict import Diagnosis, Verdict, listed
+from holdfast._watch.verdict import Diagnosis, listed
 from tests.support.hosts import Hosts
 from tests.support.processes import PRELOAD
 from tests.support.waiting import wait_until
@@ -50,9 +50,10 @@ class Fault(NamedTuple):
     """One way to hang, and what is right to say of it."""
 
     job: str
-    kind: str
+    why: str
+    """The cause that is proven; "": none can be."""
     ranks: tuple[int, ...] | None
-    """Those to blame; empty: nobody; None: all have a part in it."""
+    """Those who are not there; empty: nobody; None: all have a part in it."""
     seconds: float = TIMEOUT
     comes: bool = False
     """Does the rank come in the end? That must be told, too."""
@@ -66,50 +67,49 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
-    Fault("asleep", "stuck", (3,)),
-    Fault("with_the_gil", "stuck", (3,)),
-    Fault("stopped", "stuck", (3,)),
-    Fault("with_a_lock", "stuck", (3,)),
-    Fault("in_a_deadlock", "stuck", (3,)),
-    Fault("in_storage", "stuck", (3,)),
-    Fault("behind_a_server", "stuck", (3,)),
-    Fault("behind_a_child", "stuck", (3,)),
-    Fault("polls", "stuck", (3,)),
-    Fault("spins", "stuck", (3,)),
-    Fault("in_its_loader", "data", (3,)),
-    Fault("in_a_pipeline", "stuck", (3,)),
-    Fault("in_a_subgroup", "stuck", (3,)),
-    Fault("before_a_group_opens", "stuck", (3,), asked=True),
-    Fault("opens_groups_in_another_order", "cycle", None, asked=True),
-    Fault("before_our_save", "stuck", (3,), 12.0),
-    Fault("late", "late", (3,), 2 * TIMEOUT, comes=True),
-    Fault("late_and_slow_to_answer", "late", (3,), 2 * TIMEOUT, comes=True),
-    Fault("two_are_late", "late", (3, 5)),
-    Fault("plans_a_checkpoint", "late", (0,)),
-    Fault("in_a_long_call", "late", (3,)),
-    Fault("behind_a_child_that_works", "late", (3,)),
-    Fault("in_another_order", "cycle", None),
-    Fault("one_behind", "branch", (3,)),
-    Fault("leaves_one_out", "branch", (3,)),
-    Fault("one_more", "branch", (3,)),
-    Fault("suppressed", "branch", (3,)),
-    Fault("skips_a_send", "branch", (3,)),
+    Fault("asleep", "", (3,)),
+    Fault("with_the_gil", "", (3,)),
+    Fault("stopped", "stopped", (3,)),
+    Fault("with_a_lock", "", (3,)),
+    Fault("in_a_deadlock", "", (3,)),
+    Fault("in_storage", "", (3,)),
+    Fault("behind_a_server", "", (3,)),
+    Fault("behind_a_child", "", (3,)),
+    Fault("polls", "", (3,)),
+    Fault("spins", "", (3,)),
+    Fault("in_its_loader", "", (3,)),
+    Fault("in_a_pipeline", "", (3,)),
+    Fault("in_a_subgroup", "", (3,)),
+    Fault("before_a_group_opens", "", (3,), asked=True),
+    Fault("opens_groups_in_another_order", "", (3,), asked=True),
+    Fault("before_our_save", "", (3,), 12.0),
+    Fault("late", "", (3,), 2 * TIMEOUT, comes=True),
+    Fault("late_and_slow_to_answer", "", (3,), 2 * TIMEOUT, comes=True),
+    Fault("two_are_late", "", (3, 5)),
+    Fault("plans_a_checkpoint", "", (0,)),
+    Fault("in_a_long_call", "", (3,)),
+    Fault("behind_a_child_that_works", "", (3,)),
+    Fault("in_another_order", "cycle", (3,)),
+    Fault("one_behind", "", (3,)),
+    Fault("leaves_one_out", "", (3,)),
+    Fault("one_more", "cycle", (3,)),
+    Fault("suppressed", "cycle", (3,)),
+    Fault("skips_a_send", "cycle", (3,)),
     Fault("another_operation", "mismatch", (3,)),
     Fault("another_shape", "mismatch", (3,)),
-    Fault("fewer_batches", "data", (3,)),
-    Fault("fewer_batches_and_works", "data", (3,)),
-    Fault("on_two_threads", "cycle", None),
+    Fault("fewer_batches", "cycle", (3,)),
+    Fault("fewer_batches_and_works", "", (3,)),
+    Fault("on_two_threads", "mismatch", None),
     Fault("dies", "died", (3,)),
-    Fault("hangs_at_its_exit", "lifecycle", (3,)),
+    Fault("hangs_at_its_exit", "", (3,)),
     Fault("trainer_and_engine", "cycle", None, jobs=2),
-    Fault("all_alike", "alike", (), network="data"),
+    Fault("all_alike", "", (), network="data"),
     Fault("on_a_dead_host", "unreachable", (6, 7), 2 * TIMEOUT, network="hosts"),
 )
 
 
-SILENT = frozenset({"polls", "spins", "in_a_long_call", "behind_a_child_that_works", "skips_a_send"})
-"""Faults of which the evidence is said not to decide: work for ever looks like work for long, what is looked for
-may come, and torch does not record the messages of gloo."""
+SILENT = frozenset({"skips_a_send"})
+"""Faults of which the result names nobody."""
 HEALTHY = Fault("healthy", "", None, 6.0)
 """No fault: nobody may call."""
 
@@ -118,8 +118,7 @@ class Outcome(NamedTuple):
     """What was said of one fault."""
 
     fault: Fault
-    verdict: Verdict | None
-    possible: tuple[Verdict, ...]
+    found: Diagnosis | None
     told: list[str]
     """What the ranks have logged."""
     peer: str
@@ -128,18 +127,20 @@ class Outcome(NamedTuple):
     """Those that it names; None: nothing."""
 
     @property
-    def is_right(self) -> bool:
-        one = self.verdict
-        return one is not None and (one.kind, one.ranks) == (self.fault.kind, self.fault.ranks)
+    def who(self) -> tuple[int, ...] | None:
+        return self.found.who.ranks if self.found is not None and self.found.who is not None else None
+
+    @property
+    def why(self) -> str:
+        return self.found.why.kind if self.found is not None and self.found.why is not None else ""
 
     @property
     def judged(self) -> str:
-        one, fault = self.verdict, self.fault
-        if self.is_right:
+        if self.who == self.fault.ranks and self.why == self.fault.why:
             return "right"
-        if one is None:
-            return "silent"
-        return "class only" if one.kind == fault.kind and one.ranks is None else "WRONG"
+        wrong_why = self.why not in ("", self.fault.why)
+        wrong_who = self.who is not None and not set(self.who) <= set(self.fault.ranks or ())
+        return "WRONG" if wrong_why or wrong_who else "silent" if self.who is None else "in part"
 
 
 class Told(logging.Handler):
@@ -310,10 +311,8 @@ def run(fault: Fault, folder: Path) -> Outcome:
         with contextlib.suppress(AssertionError):
             wait_until(lambda: is_over(folder, fault), LIMIT if fault.comes else 0.1)
     calls = folder / ROLL_CALLS
-    found: Diagnosis | None = diagnose(read_all([str(folder)])) if calls.is_dir() else None
-    peer, peer_ranks = peer_says(folder / "traces")
-    verdict, possible = (found.verdict, found.possible) if found is not None else (None, ())
-    return Outcome(fault, verdict, possible, told(folder), peer, peer_ranks)
+    found = diagnose(read_all([str(folder)])) if calls.is_dir() else None
+    return Outcome(fault, found, told(folder), *peer_says(folder / "traces"))
 
 
 def _end(rank: Any) -> None:
@@ -332,7 +331,7 @@ def is_told(folder: Path) -> bool:
 
 
 def is_over(folder: Path, fault: Fault) -> bool:
-    if not fault.kind:
+    if fault is HEALTHY:
         return len(list(folder.glob("done-*"))) == RANKS
     came = any("is over, after" in text for text in told(folder))
     return is_told(folder) and (came or not fault.comes)
@@ -366,35 +365,38 @@ def peer_says(folder: Path) -> tuple[str, tuple[int, ...] | None]:
 
 def table(outcomes: list[Outcome]) -> str:
     """Return the result as a table of Markdown."""
-    lines = ["| fault | right is | said | sure | judged | torchfrtrace |", "|---|---|---|---|---|---|"]
+    lines = ["| fault | who is right | who | why is right | why | judged | torchfrtrace |", "|---" * 7 + "|"]
     for one in outcomes:
-        verdict = one.verdict
-        said = "-" if verdict is None else f"{verdict.kind}{_of(verdict.ranks)}"
-        sure = "" if verdict is None else f"{verdict.confidence:.0%}"
-        lines.append(
-            f"| `{one.fault.job}` | {expected(one.fault)} | {said} | {sure} | {one.judged} | {one.peer} |"
+        who, why = expected(one.fault)
+        cells = (
+            f"`{one.fault.job}`",
+            who,
+            _of(one.who),
+            why,
+            one.why,
+            one.judged,
+            one.peer,
         )
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def expected(fault: Fault) -> tuple[str, str]:
+    """Return who and why is right of a fault, as the table has them."""
+    return _of(fault.ranks), fault.why
 
 
 def score(outcomes: list[Outcome]) -> str:
     """Say how often the roll call is right, and how often torch's analysis names just the ranks to blame."""
     judged = [one.judged for one in outcomes]
-    counts = ", ".join(f"{judged.count(word)} {word}" for word in ("right", "class only", "silent", "WRONG"))
+    counts = ", ".join(f"{judged.count(word)} {word}" for word in ("right", "in part", "silent", "WRONG"))
     guilty = [one for one in outcomes if one.fault.ranks]
     named = sum(one.peer_ranks == one.fault.ranks for one in guilty)
     return f"{len(outcomes)} faults: {counts}; torchfrtrace names the ranks of {named} of {len(guilty)}"
 
 
-def expected(fault: Fault) -> str:
-    """Return what is right of a fault, as the table has it."""
-    return f"{fault.kind}{_of(fault.ranks)}"
-
-
 def _of(ranks: tuple[int, ...] | None) -> str:
-    if ranks is None:
-        return ""
-    return ", nobody" if not ranks else f", {listed(ranks)}"
+    return "-" if ranks is None else listed(ranks) if ranks else "nobody"
 
 
 def main(names: list[str]) -> None:
@@ -406,12 +408,8 @@ def main(names: list[str]) -> None:
             one = run(fault, Path(folder))
         outcomes.append(one)
         print(table([one]).splitlines()[-1], flush=True)
-        if not one.is_right:
+        if one.judged != "right":
             print(*(text for text in one.told if "oll call" in text), sep="\n")
-            print(
-                *(f"  possible: {other.kind} {other.basis} {other.summary}" for other in one.possible),
-                sep="\n",
-            )
     print(table(outcomes), score(outcomes), sep="\n\n")
 
 

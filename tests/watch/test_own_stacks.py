@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from holdfast._watch.own_stacks import stacks_here
 
 def looked_at(seen: list[Stack]) -> None:
     """Have another thread look at this one."""
-    look = threading.Thread(target=lambda: seen.extend(stacks_here(ways=True)))
+    look = threading.Thread(target=lambda: seen.extend(stacks_here()))
     look.start()
     look.join()
 
@@ -31,34 +30,10 @@ def frees_its_batch(seen: list[Stack]) -> bool:
     return freed() is None
 
 
-def with_its_arguments(seen: list[Stack]) -> dict[str, Any]:
-    arguments = locals()
-    batch = torch.ones(4)
-    looked_at(seen)
-    del batch
-    return arguments
-
-
-def counts(seen: list[Stack], function: str) -> tuple[tuple[str, int], ...]:
-    (way,) = (
-        way
-        for call, way in zip(seen[0].calls, seen[0].ways, strict=True)
-        if call.function == function and way is not None
-    )
-    return way.counts
-
-
 def test_tensors_of_a_function_are_freed_when_it_deletes_them() -> None:
     seen: list[Stack] = []
     assert frees_its_batch(seen)
-    assert counts(seen, "frees_its_batch") == (("_", 0),)
-
-
-def test_the_arguments_that_a_program_has_noted_stay_as_they_were() -> None:
-    """`config = locals()` at the begin of a function is how many programs note their arguments."""
-    seen: list[Stack] = []
-    assert set(with_its_arguments(seen)) == {"seen"}
-    assert counts(seen, "with_its_arguments") == ()
+    assert any(call.function == "frees_its_batch" for call in seen[0].calls)
 
 
 AT_THE_END = """
@@ -68,7 +43,7 @@ from holdfast._watch.own_stacks import _raised, stacks_here
 from holdfast._watch.positions import has_ended, is_in_its_program
 
 def look(name):
-    stack = stacks_here(ways=True)[0]
+    stack = stacks_here()[0]
     raised = [(one.what, one.is_cause) for one in _raised()]
     print(name, stack.calls[-1] == AT_EXIT, has_ended(stack), is_in_its_program(stack), raised)
 

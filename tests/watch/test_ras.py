@@ -109,23 +109,18 @@ GUIDE_JSON = {
 
 
 @pytest.mark.parametrize(
-    ("text", "kinds", "told"),
+    ("text", "told"),
     [
-        (ISSUE_1911, ["late"], "2 ranks have launched up to operation 641; Rank 12 -- GPU 4 managed by process 323032"),
-        (ISSUE_1762, ["unreachable"] * 2, "the job INCOMPLETE: Missing communicator data from 1 job process; Process 60004"),
-        (GUIDE_DEAD, ["unreachable"] * 2, "considered dead (unreachable via the RAS network); Process 3487984 on node"),
-        (json.dumps(GUIDE_JSON, indent=2), ["unreachable"], "ae94423cfbb2ef4a INCOMPLETE: no answer of rank 1 of 2"),
+        (ISSUE_1911, "2 ranks have launched up to operation 641; Rank 12 -- GPU 4 managed by process 323032"),
+        (ISSUE_1762, "the job INCOMPLETE: Missing communicator data from 1 job process; Process 60004"),
+        (GUIDE_DEAD, "considered dead (unreachable via the RAS network); Process 3487984 on node"),
+        (json.dumps(GUIDE_JSON, indent=2), "ae94423cfbb2ef4a INCOMPLETE: no answer of rank 1 of 2"),
     ],
 )  # fmt: skip
-def test_what_ras_says_is_told_and_does_not_decide(
-    text: str, kinds: list[str], told: str, tmp_path: Path
-) -> None:
+def test_what_ras_says_is_told_and_does_not_decide(text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "ras.out").write_text(text)
     found = diagnose(read_all([str(tmp_path / "ras.out")]))
-    assert found.verdict is None
-    assert [(one.kind, one.basis, one.ranks) for one in found.possible] == [
-        (kind, "absence", None) for kind in kinds
-    ]
+    assert (found.who, found.why) == (None, None)
     assert any(told in one.what for one in found.observations), found.observations
     assert found.collect
 
@@ -138,7 +133,8 @@ def test_ranks_of_the_json_form_that_lag_are_told(tmp_path: Path) -> None:
         json.dumps({"communicators": [{**one, "ranks": ranks, "missing_ranks": []}]})  # type: ignore[dict-item]
     )
     found = diagnose(read_all([str(tmp_path / "ras.json")]))
-    assert "AllReduce operations launched: rank 3: 8; ranks 0-2: 9" in found.possible[0].summary
+    said = "AllReduce operations launched: rank 3: 8; ranks 0-2: 9"
+    assert any(said in one.what for one in found.observations)
 
 
 def test_a_log_behind_the_answer_of_ras_is_read_too(tmp_path: Path) -> None:

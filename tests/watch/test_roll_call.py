@@ -32,7 +32,7 @@ from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call
 from holdfast._watch.evidence import Call, Operation, Rank, Source, Stack
-from holdfast._watch.own_stacks import evidence_here
+from holdfast._watch.own_stacks import Look
 from holdfast._watch.shared_call import ask_for_call
 from tests.support.cpu_time import cpu_seconds
 from tests.support.processes import ProcessWorld
@@ -76,12 +76,45 @@ def test_a_thousand_ranks_are_judged_in_seconds() -> None:
             )
         evidence = collector.evidence()
         found = diagnose(evidence)
-        assert found.verdict is not None
-        assert (found.verdict.kind, found.verdict.ranks, found.is_complete) == ("late", (613,), True)
+        assert found.who is not None
+        assert (found.why, found.who.ranks, found.is_complete) == (None, (613,), True)
         if world == 1000:
             assert time.monotonic() - began < 10
         seconds[world] = cpu_seconds(partial(diagnose, evidence))
     assert seconds[4000] < 12 * seconds[1000]
+
+
+@pytest.mark.parametrize(
+    ("looks", "says"),
+    [
+        ((6.0, 7.0, 8.0), "is over"),  # it has ended between the last two looks
+        ((6.0, 11.0, 12.0), "has failed by its timeout"),
+        ((6.0, 9.5, 11.5), "has ended, or failed by its timeout"),
+    ],
+)
+def test_the_end_of_a_collective_is_told_as_far_as_it_is_known(
+    looks: tuple[float, float, float], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its timeout is 10 s. The record of gloo does not tell whether it has failed."""
+    done, now = 3, 0.0
+
+    def records(entries: bool = False) -> list[Any]:
+        numbers = {"last_enqueued_collective": 4, "last_completed_collective": done}
+        return [{"pg_status": {"0": numbers}, "entries": [{"pg_id": 0, "timeout_ms": 10_000}]}]
+
+    monkeypatch.setattr(roll_call, "flight_records", records)
+    monkeypatch.setattr(roll_call.time, "monotonic", lambda: now)
+    pending = roll_call.Pending()
+    assert (pending.over(), pending.too_long()) == (None, None)
+    now = looks[0]
+    assert (pending.over(), pending.too_long()) == (None, (6.0, 10.0))
+    pending.tell()
+    now = looks[1]
+    assert (pending.over(), pending.too_long()) == (None, None)
+    now, done = looks[2], 4
+    ended = pending.over()
+    assert ended is not None
+    assert ended[1] == says
 
 
 def test_a_record_that_does_not_tell_a_timeout_is_read_once_a_collective(
@@ -161,7 +194,7 @@ def numbers_of_each_default_group(rank: int) -> list[list[int]]:
 
     def numbers() -> list[int]:
         # The last one: that the first is over may be recorded later.
-        return [operation.number for operation in evidence_here(0, [])[0].operations][:1]
+        return [operation.number for operation in Look(0, []).found.operations][:1]
 
     holdfast.install("torch-dcp", session=False)
     told = []

@@ -205,8 +205,8 @@ def test_a_cycle_between_two_jobs_is_found(tmp_path: Path) -> None:
     assert sorted(evidence.ranks) == [0, 1, 2, 3]
     assert evidence.members == {"0:default_pg": (0, 1), "job 1 0:default_pg": (2, 3)}
     found = diagnose(evidence)
-    assert found.verdict is not None
-    assert (found.verdict.kind, found.verdict.ranks) == ("cycle", None)
+    assert found.why is not None
+    assert (found.why.kind, found.why.ranks) == ("cycle", None)
     assert [one.what for one in found.observations if "ranks 2-3 are ranks 0-1 of" in one.what]
 
 

@@ -31,7 +31,7 @@ COMMANDS = {
     "reindex": "Rebuild a lost index from the data files.",
     "prune": "Remove what failed saves left behind, and old steps.",
     "run": "Run a program whose processes all call holdfast.install().",
-    "diagnose": "Say what a job hangs in, by its logs, stacks and flight records.",
+    "diagnose": "Say who waits for whom in a job, and why, by its logs, stacks and flight records.",
     "watch": "Show what the ranks of a run do now, and who is behind.",
     "report": "Show what the ranks of a run did, as one page for a browser.",
     "doctor": "List what in a process's groups and environment is known to end in a hang.",

@@ -50,7 +50,7 @@ def command(ctx: click.Context, pid: int | None, folder: str | None, as_json: bo
                 "the stacks of each process (py-spy dump --pid PID > rank-N.txt) for holdfast diagnose.",
             )
         found = diagnose(read_all([path]))
-        output.report(found, as_json, show, passed=found.verdict is not None)
+        output.report(found, as_json, show, passed=found.who is not None or found.why is not None)
         return
     # A process without Holdfast does not answer, but its environment can be read.
     facts: ProcessFacts | None = ask(pid) if pid is not None else None

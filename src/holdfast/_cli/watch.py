@@ -9,11 +9,13 @@ from collections.abc import Iterator
 import click
 
 from holdfast._cli import output
-from holdfast._values import printable, time_text
+from holdfast._values import age_text, printable, time_text
 from holdfast._watch.live import Looker, State
 
 SHOWN = 20
 """Lines of ranks."""
+QUIET = 300.0
+"""Seconds without an event after which a run may be over."""
 
 
 @click.command("watch")
@@ -69,15 +71,19 @@ def _lines(run: str, state: State) -> Iterator[str]:
         if state.ranks < state.world
         else output.count(state.ranks, "rank")
     )
-    yield printable(f"{run}: {known}, {time_text(time.time())}")
+    is_old = state.quiet > QUIET
+    since = f", and nothing was recorded for {age_text(0.0, state.quiet)}" if is_old else ""
+    yield printable(f"{run}: {known}, {time_text(time.time())}{since}")
     if not state.ranks:
         yield "No rank has recorded events here: set HOLDFAST_EVENTS to this folder in the job."
-    facts = {"now": state.call, "last save": state.last_save}
+    facts = {"then" if is_old else "now": state.call, "last save": state.last_save}
     yield from (f"  {name:<10} {printable(fact)}" for name, fact in facts.items() if fact)
     yield from (f"  {'roll call':<10} {printable(called)}" for called in state.roll_calls)
     if state.skipped:
         yield f"  {output.count(state.skipped, 'line')} of the logs can't be read."
     rows = [(one.ranks, one.does, one.phase, f"{one.seconds:.1f}") for one in state.doing[:SHOWN]]
-    yield from output.table_lines(("ranks", "do", "in phase", "seconds"), rows, right=("seconds",))
+    yield from output.table_lines(
+        ("ranks", "did" if is_old else "do", "in phase", "seconds"), rows, right=("seconds",)
+    )
     if len(state.doing) > SHOWN:
         yield f"and {len(state.doing) - SHOWN} lines more; --json has all."

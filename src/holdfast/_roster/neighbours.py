@@ -28,7 +28,7 @@ from holdfast._heart import heart
 from holdfast._roster.base import Roster
 from holdfast._roster.links import Link, Listener, Path
 from holdfast._roster.presence import Gone, Seen, Vitals, gone_key, see
-from holdfast._roster.process import Identity
+from holdfast._roster.process import ENDED, Identity
 from holdfast.errors import RosterLost
 
 LOST_AFTER = 120.0
@@ -107,7 +107,7 @@ class Neighbour:
         if not self.silent or self.silent < self.limit:
             return ""
         if path is Path.ENDED:
-            return "its process has ended"
+            return ENDED
         if path is Path.REFUSED:
             return f"its port refuses connections, and nothing was heard of it for {self.silent:.0f} s"
         return f"its host has not answered for {self.silent:.0f} s"

@@ -27,6 +27,8 @@ GONE = "ZX"
 """State letters of a process that has ended; its parent may not have asked for its exit code yet."""
 HELD = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in a system call, mostly of storage"}
 """What the state letters of processes mean that can't do anything now."""
+ENDED = "its process has ended"
+"""Of one whose exit code nobody can know."""
 OOM = "the kernel has killed in this cgroup, as its memory was full"
 UNSEEN = "?"
 """In place of a state letter that could not be read; nobody has ended for that."""
@@ -165,7 +167,7 @@ class Identity(msgspec.Struct, frozen=True):
         """Say that it has ended and, while the kernel still knows, how."""
         last = self.stat()
         if last is None or last.state not in GONE:
-            return "its process has ended"
+            return ENDED
         code = os.waitstatus_to_exitcode(last.exit_status)
         if code >= 0:
             return f"its process has ended with exit code {code}"
@@ -327,10 +329,15 @@ def children_of(pid: int) -> list[int]:
     return children
 
 
+_POLLING = ("gloo_", "pt_gloo_", "pt_nccl_", "pt_tcpstore_")
+"""How torch and gloo name the threads that wait for messages and look at clocks. They use some per cent of a
+core on a busy machine, and do nothing of their own: bytes that they move are counted."""
+
+
 def activity() -> tuple[dict[int, float], list[int]]:
     """Return seconds of CPU time, by the id of each thread of this process and of each child, with 0 for
-    threads that have ended; and counts of the bytes that they have moved so far, in files and over TCP
-    connections of this process that are not Holdfast's."""
+    threads that have ended, without threads that only wait for messages; and counts of the bytes that they
+    have moved so far, in files and over TCP connections of this process that are not Holdfast's."""
     family = [os.getpid()]
     for pid in family:
         family += children_of(pid)
@@ -338,8 +345,11 @@ def activity() -> tuple[dict[int, float], list[int]]:
     for thread in os.listdir("/proc/self/task"):
         # In nanoseconds: `stat` counts in hundredths, which many threads together would blur.
         ran = _read(f"/proc/self/task/{thread}/schedstat").split()
-        cpu[int(thread)] = int(ran[0]) / 1e9 if ran else 0.0
-    cpu[0] = total - sum(cpu.values())
+        seconds = int(ran[0]) / 1e9 if ran else 0.0
+        total -= seconds
+        if not _read(f"/proc/self/task/{thread}/comm").startswith(_POLLING):
+            cpu[int(thread)] = seconds
+    cpu[0] = total
     for pid in family[1:]:
         with suppress(OSError):
             now = stat(pid)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -21,19 +21,19 @@ from holdfast._options import ranks_of_this_host, roll_call_folder
 from holdfast._roster.base import Roster
 from holdfast._roster.beacon import Beacon
 from holdfast._roster.presence import Seen, pace, see, spread
-from holdfast._roster.process import Identity
+from holdfast._roster.process import ENDED, Identity
 from holdfast._threads import start_thread
 from holdfast._values import Message
 from holdfast._watch.collector import Collector
-from holdfast._watch.diagnose import diagnose
+from holdfast._watch.diagnose import diagnose, waited_for_memory
 from holdfast._watch.dumps import read_roll_call, read_stacks
 from holdfast._watch.evidence import CUT_OFF, Ending, Evidence, Rank, Source, Stack
-from holdfast._watch.own_stacks import activity_here, evidence_here, stacks_here
-from holdfast._watch.positions import position_of_rank
-from holdfast._watch.rules_stacks import waited_for_memory
+from holdfast._watch.own_stacks import Look, activity_here, stacks_here
+from holdfast._watch.places import told
 from holdfast._watch.shared_call import ROLL_CALLS, Part, folder_of, parts, read_answers, take_part
-from holdfast._watch.verdict import Diagnosis, listed
+from holdfast._watch.verdict import TODO, Diagnosis, listed
 
+_SUCCESS = re.compile(r"exit(?:ed with)? code 0\b")
 log = logging.getLogger("holdfast")
 GRACE = 0.5
 """Seconds in which a rank that has seen the call answers for itself."""
@@ -107,7 +107,8 @@ class Answering:
         rank = self._base.rank
         if self._folder and self._asked.by == rank:
             start_thread(self._take_part, "holdfast-roll-call-file")
-        found, members = evidence_here(rank, self._beacon.operations)
+        look = Look(rank, self._beacon.operations)
+        found, members = look.found, look.members
         # A rank that was stopped until now sees another time than that of the call: others have answered.
         if self._is_over() or not self._put(rank, found, members, is_first=True):
             return
@@ -120,8 +121,10 @@ class Answering:
         spent = (after - then for after, then in zip(activity_here(), before, strict=True))
         cpu, moved, woken, stalled = spent
         span = max(time.monotonic() - began, 0.1)
-        busy, starved = round(cpu / span, 3), round(stalled / span, 3)
-        seen = {"later": later, "busy": busy, "moved": int(moved), "woken": int(woken), "starved": starved}
+        # The time of a child that has ended meanwhile is counted no more.
+        busy, starved = round(max(cpu, 0.0) / span, 3), round(stalled / span, 3)
+        found = look.again(self._beacon.operations, later)
+        seen = {"busy": busy, "moved": int(moved), "woken": int(woken), "starved": starved}
         self._put(rank, msgspec.structs.replace(found, **seen), members)
         for other, one in held.items():
             self._put(other, _seen_again(one), {})
@@ -346,29 +349,24 @@ def _ending(seen: Seen) -> Ending:
         seen.vitals is not None and seen.vitals.who.is_of_this_machine() and seen.vitals.who.exited_with_0()
     )
     clean = clean or (seen.gone is not None and seen.gone.clean) or seen.ended == "its program has ended"
-    return Ending(seen.ended, Source("kernel"), is_clean=clean, is_cause=not clean)
+    clean = clean or _SUCCESS.search(seen.ended) is not None
+    # How it has ended is not always known, and may be well.
+    return Ending(seen.ended, Source("kernel"), is_clean=clean, is_cause=not clean and seen.ended != ENDED)
 
 
 def summary(why: str, found: Diagnosis, evidence: Evidence, folder: str) -> str:
     """Return the result of a call as text, with ranks that are at one place in one line, the fewest first."""
-    verdict = found.verdict
-    lines = [f"Roll call of {len(found.ranks)} of {found.world_size} ranks, because {why}:"]
-    if verdict is None:
-        lines.append("  the evidence does not decide what hangs.")
-    else:
-        lines.append(f"  {verdict.kind} ({verdict.confidence:.0%}, by {verdict.basis}): {verdict.summary}.")
-        lines.append(f"  {found.todo}")
-    places: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(evidence.shown()):
-        one, phase = position_of_rank(evidence.ranks[rank]), evidence.ranks[rank].phase
-        does = "is" if one.does == "works" else one.does
-        places[f"{does} at {one.call}" + (f", in {phase}" if phase else "")].append(rank)
-    for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))[:8]:
-        lines.append(f"  {listed(ranks)}: {place}")
+    lines = [f"Roll call of {len(found.heard_of)} of {found.world_size} ranks, because {why}:"]
+    lines += [f"  {line}" for line in found.says.splitlines()]
+    lines += [f"  {line}" for line in told(found.who.known if found.who is not None else ())]
+    if found.why is not None:
+        lines.append(f"  {TODO[found.why.kind]}")
+    lines += [f"  {line}" for line in told(found.places)]
+    lines += [f"  Looks like {like.thread} ({like.title})." for like in found.looks_like[:1]]
     if silent := set(range(found.world_size or 0)) - evidence.ranks.keys():
         lines.append(f"  {listed(silent)}: no answer. py-spy dump --pid PID, on its host, tells where it is.")
     if short := evidence.short_of_memory():
-        lines.append(f"  {listed(set(short))}: {waited_for_memory(short)}.")
+        lines.append(f"  {waited_for_memory(short)}.")
     lines += [f"  {remark.text}" for remark in evidence.of("job")]
     if folder:
         lines.append(f"  holdfast diagnose {folder} tells more.")

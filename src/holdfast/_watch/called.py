@@ -45,10 +45,7 @@ class Called(NamedTuple):
         """Return the result in one line."""
         if self.found is None:
             return self.problem
-        verdict = self.found.verdict
-        if verdict is None:
-            return "the evidence does not decide what hangs"
-        return text(f"{verdict.kind} ({verdict.confidence:.0%}, by {verdict.basis}): {verdict.summary}", 600)
+        return text(self.found.says.replace("\n", " ").rstrip("."), 600)
 
 
 def roll_calls(run: str) -> list[str]:

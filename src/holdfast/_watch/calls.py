@@ -144,10 +144,11 @@ def _reasons(
         failed = [rank for rank, one in ranks.items() if one.outcome and one.outcome not in GOOD]
         if 2 * len(failed) < len(ranks):
             yield from ((rank, 1e9, f"{ranks[rank].outcome} in the {call.title}") for rank in failed)
-        absent = [rank for rank, one in timelines.items() if rank not in ranks and one.first <= call.begin]
+        first = call.begin  # once: it looks at all ranks
+        absent = [rank for rank, one in timelines.items() if rank not in ranks and one.first <= first]
         if 2 * len(absent) < len(ranks):
             yield from ((rank, 1e8, f"not in the {call.title}") for rank in absent)
-        begins = {rank: one.begin - call.begin for rank, one in ranks.items()}
+        begins = {rank: one.begin - first for rank, one in ranks.items()}
         yield from _long(begins, f"came to the {call.title}", "after the first")
         own: dict[str, dict[int, float]] = defaultdict(dict)
         for rank, one in ranks.items():

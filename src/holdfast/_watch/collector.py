@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 import msgspec
 
 from holdfast._watch.evidence import (
+    Call,
     Ending,
     Evidence,
     Opening,
@@ -17,6 +19,7 @@ from holdfast._watch.evidence import (
     Source,
     Stack,
 )
+from holdfast._watch.looks_like import Part
 
 MOST = 64
 """Values of one kind that are kept of one rank, and remarks of one kind: the first ones."""
@@ -56,6 +59,8 @@ class Collector:
         self._first: tuple[float, float] | None = None
         """When the first timeout was told, and its limit."""
         self._room = IN_ALL
+        self._ended: dict[Ending, float] = {}
+        self._alike: set[Part] = set()
         self.hidden = 0
         self.files: list[str] = []
 
@@ -73,8 +78,31 @@ class Collector:
             self._room -= 1
             seen[progress.group] = progress
 
-    def note_ending(self, rank: int | None, ending: Ending) -> None:
+    def note_calls(self, rank: int | None, calls: tuple[Call, ...]) -> None:
+        """Note where the last timeout of a rank was called."""
+        operations = self._loose if rank is None else self.rank(rank).operations
+        for at in range(len(operations) - 1, -1, -1):
+            if operations[at].state == "timed out":
+                operations[at] = msgspec.structs.replace(operations[at], calls=calls)
+                return
+
+    def note_ending(self, rank: int | None, ending: Ending, at: float | None = None) -> None:
+        """Note how a rank has ended. at: when, in the seconds of `is_near`."""
         self._keep(self._raised if rank is None else self.rank(rank).endings, ending)
+        if at is not None:
+            self._ended[ending] = at
+
+    def once(self, kind: str, value: str, text: str, source: Source) -> None:
+        """Note the first line of a kind that has a value."""
+        if not any(one.values == (value,) for one in self._remarks.get(kind, ())):
+            self.remark(kind, text, source, value)
+
+    def alike(self, parts: Iterable[Part], text: str, source: Source) -> None:
+        """Note what is part of a fingerprint, each part once."""
+        for part in parts:
+            if part not in self._alike:
+                self._alike.add(part)
+                self.remark("looks like", text.strip(), source, *part)
 
     def note_stack(self, rank: int, stack: Stack, is_later: bool) -> None:
         seen = self.rank(rank)
@@ -119,7 +147,7 @@ class Collector:
                 number,
                 tuple(known),
                 tuple(seen.progress.values()),
-                tuple(seen.endings),
+                tuple(map(self._before_timeouts, seen.endings)),
                 tuple(seen.stacks),
                 tuple(seen.later),
                 seen.busy,
@@ -146,6 +174,11 @@ class Collector:
                 for name, (size, begun, ready) in self._opening.items()
             ),
         )
+
+    def _before_timeouts(self, ending: Ending) -> Ending:
+        """Return an ending, which is no cause if it is later than the first timeout."""
+        late = self._first is not None and self._ended.get(ending, 0.0) >= self._first[0]
+        return msgspec.structs.replace(ending, is_cause=False) if late else ending
 
     def _with_group_of_progress(self, seen: _Seen) -> list[Operation]:
         """Return the operations of a rank. A watchdog's first line has no group: the line after it has, with

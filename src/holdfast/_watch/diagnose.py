@@ -1,25 +1,17 @@
-"""Makes a diagnosis of evidence: all rules are asked, and the fixed table says which verdict stands."""
+"""Makes a diagnosis of evidence: who waits for whom, and why, as far as that is proven."""
 
 from __future__ import annotations
 
 import msgspec
 
-from holdfast._watch import known, rules_counts, rules_cycle, rules_log, rules_stacks
+from holdfast._watch.advice import advice
 from holdfast._watch.evidence import Evidence
-from holdfast._watch.verdict import (
-    BAR,
-    CLASSES,
-    IN_A_SAVE,
-    Diagnosis,
-    HangClass,
-    Observation,
-    Verdict,
-    listed,
-)
-
-_RULES = (*rules_log.RULES, *rules_counts.RULES, *rules_cycle.RULES, *rules_stacks.RULES, *known.RULES)
-"""Of verdicts of one confidence, the rule that stands first wins."""
-
+from holdfast._watch.looks_like import looks_like
+from holdfast._watch.places import known_of, places
+from holdfast._watch.verdict import IN_A_SAVE, Diagnosis, Observation, Who, Why, listed
+from holdfast._watch.waits import Waits
+from holdfast._watch.who import who_waits
+from holdfast._watch.why import causes
 
 _SAVES = (
     "save",
@@ -32,40 +24,42 @@ _SAVES = (
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Say what hangs, as far as the evidence tells."""
-    verdicts = [verdict for rule in _RULES for verdict in rule(evidence)]
-    verdicts.sort(key=lambda verdict: -verdict.confidence)
-    first = verdicts[0] if verdicts and verdicts[0].confidence >= BAR else None
-    if first is not None and not first.operation:
-        first = _with_operation(first, evidence)
-    about = CLASSES[first.kind] if first is not None else HangClass("", "", "", "")
+    """Say who waits for whom, and why, as far as the evidence tells."""
+    waits = Waits(evidence)
+    who = who_waits(evidence, waits)
+    why = next(iter(causes(evidence, waits, frozenset(who.absent if who is not None else ()))), None)
     return Diagnosis(
-        first,
-        tuple(verdicts[first is not None :]),
-        about.means,
-        about.todo,
-        IN_A_SAVE if first is not None and _waits_in_a_save(evidence, first) else about.holdfast,
-        about.thread,
+        _with_cause(evidence, who, why),
+        why,
+        places(evidence),
+        looks_like(evidence),
+        advice(evidence),
         tuple(_observed(evidence)),
-        tuple(_to_collect(evidence, first)),
+        tuple(_to_collect(evidence, who, why)),
         tuple(evidence.ranks),
         evidence.world_size,
         evidence.is_complete,
+        IN_A_SAVE if _waits_in_a_save(evidence, who.waiting if who is not None else ()) else "",
     )
 
 
-def _with_operation(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Add the operation in which the ranks wait, which only counts tell, to a verdict by other evidence."""
-    waits = rules_counts.Waits(evidence).operations
-    one = next((waits[rank] for rank in verdict.waiting if rank in waits), None)
-    if one is None:
-        return verdict
-    return msgspec.structs.replace(verdict, group=one.group, operation=one.name, number=one.number)
+def _with_cause(evidence: Evidence, who: Who | None, why: Why | None) -> Who | None:
+    """Name the ranks of a proven cause, of which counts and stacks may not tell which ones they are."""
+    if why is None:
+        return who
+    if who is None or why.kind == "mismatch":  # after it, numbers stand for different calls
+        waiting = who.waiting if who is not None else ()
+        waiting = waiting or tuple(rank.rank for rank in evidence.ranks.values() if rank.timeouts)
+        known = known_of(evidence, why.ranks or ())
+        return Who(why.summary, why.ranks, "order", waiting, call=why.call, known=known, seen=why.seen)
+    if why.ranks is None or (who.ranks and set(why.ranks) <= set(who.ranks)):
+        return who
+    return msgspec.structs.replace(who, ranks=why.ranks, known=known_of(evidence, why.ranks))
 
 
-def _waits_in_a_save(evidence: Evidence, verdict: Verdict) -> bool:
-    """Return whether the ranks wait in a collective of a save or load of a checkpoint."""
-    ranks = [evidence.ranks[rank] for rank in verdict.waiting if rank in evidence.ranks]
+def _waits_in_a_save(evidence: Evidence, waiting: tuple[int, ...]) -> bool:
+    """Return whether ranks wait in a collective of a save or load of a checkpoint."""
+    ranks = [evidence.ranks[rank] for rank in waiting if rank in evidence.ranks]
     stacks = [stack.calls for rank in ranks for stack in rank.stacks[:1]]
     stacks += [operation.calls for rank in ranks for operation in rank.operations]
     calls = [call for stack in stacks for call in stack]
@@ -73,7 +67,7 @@ def _waits_in_a_save(evidence: Evidence, verdict: Verdict) -> bool:
 
 
 def _observed(evidence: Evidence) -> list[Observation]:
-    """List what the evidence shows of timeouts, ends and remarks, however the verdict is."""
+    """List what the evidence shows of timeouts, ends and remarks, whatever follows from it."""
     found = [
         Observation(
             f"rank {rank} timed out in {one.label}" + (f" of {one.group}" if one.group else ""),
@@ -91,11 +85,23 @@ def _observed(evidence: Evidence) -> list[Observation]:
         for rank in evidence.ranks.values()
         for ending in rank.endings
     ]
-    found += [Observation(remark.text, remark.source) for remark in evidence.remarks]
+    found += [Observation(f"raised: {ending.what}", ending.source) for ending in evidence.raised]
+    quiet = ("looks like", "backend", "ended")
+    found += [Observation(one.text, one.source) for one in evidence.remarks if one.kind not in quiet]
+    if short := evidence.short_of_memory():
+        found.append(Observation(waited_for_memory(short)))
     return found[:200]
 
 
-def _to_collect(evidence: Evidence, verdict: Verdict | None) -> list[str]:
+def waited_for_memory(short: dict[int, float]) -> str:
+    """Say which ranks' machines have waited for memory; what they do is slow, wherever they are found."""
+    return (
+        f"{listed(set(short))}: waited for memory up to {max(short.values()):.0%} of the time between the "
+        "two looks (`free`, `memory.max` and swap tell)"
+    )
+
+
+def _to_collect(evidence: Evidence, who: Who | None, why: Why | None) -> list[str]:
     """Say what is missing, with the command that collects it."""
     wanted = []
     if evidence.hidden:
@@ -103,26 +109,32 @@ def _to_collect(evidence: Evidence, verdict: Verdict | None) -> list[str]:
             f"{evidence.hidden} lines that Ray has left out: run with RAY_DEDUP_LOGS=0, or give the files in "
             "/tmp/ray/session_latest/logs."
         )
-    if verdict is not None:
+    if why is not None or (who is not None and who.absent):
         return wanted
-    if not any(True for _ in evidence.operations()) or not evidence.members:
+    if evidence.backends != {"gloo"} and (not any(evidence.operations()) or not evidence.members):
         wanted.append(
             "Flight records of all ranks: set TORCH_NCCL_DUMP_ON_TIMEOUT=1 and "
             "TORCH_FR_DUMP_TEMP_FILE=/shared/trace_ and give /shared/trace_*."
         )
     if evidence.of("no rank"):
         wanted.append("The ranks of these stacks: name the files rank-0.txt, rank-1.txt and so on.")
+    if is_over(evidence):
+        wanted.append(
+            "Stacks, while it hangs the next time: HOLDFAST_ROLL_CALLS=folder with holdfast.install(), or "
+            "py-spy dump --pid PID > rank-N.txt on each host."
+        )
+        return wanted
     missing = [rank for rank in range(min(evidence.world_size or 0, 4096)) if rank not in evidence.shown()]
     if missing or not evidence.shown():
         whose = listed(missing) if missing else "all ranks"
         wanted.append(f"Stacks of {whose}, on its host: py-spy dump --pid PID > rank-N.txt")
     if evidence.shown() and not any(rank.later for rank in evidence.ranks.values()):
-        wanted.append(
-            "The same 10 s later, to tell late from stuck: py-spy dump --pid PID > rank-N-again.txt"
-        )
-    if evidence.of("heartbeat") or evidence.shown():
-        wanted.append(
-            "Native frames, and the version of NCCL: py-spy dump --native --pid PID > rank-N.txt, and a log "
-            "with NCCL_DEBUG=INFO."
-        )
+        wanted.append("The same 10 s later, to see who moves: py-spy dump --pid PID > rank-N-again.txt")
     return wanted
+
+
+def is_over(evidence: Evidence) -> bool:
+    """Return whether the job is known to have ended: nobody can look at its processes."""
+    timed_out = bool(evidence.loose) or any(rank.timeouts for rank in evidence.ranks.values())
+    fatal = any(ending.is_fatal for rank in evidence.ranks.values() for ending in rank.endings)
+    return not evidence.shown() and (timed_out or fatal or bool(evidence.of("ended")))

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from holdfast._format.pickle_reader import BadPickle, Global, PickleReader, firs
 from holdfast._ready import ready
 from holdfast._watch.collector import Collector
 from holdfast._watch.evidence import Call, Operation, Progress, Rank, Source, Stack
+from holdfast._watch.looks_like import parts_of_call
 from holdfast._watch.ras import read_ras_json
 from holdfast.errors import BadInput
 
@@ -96,6 +97,8 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
         end_thread()
         if threads and rank is None:
             to.remark("no rank", "stacks of a process whose rank isn't known", threads[0].source)
+            for call, source in [(call, stack.source) for stack in threads for call in stack.calls]:
+                to.alike(parts_of_call(call), str(call), source)
         # Others wait for the main thread; faulthandler writes it last.
         for stack in sorted(threads, key=_order):
             if rank is not None:
@@ -205,15 +208,21 @@ def _record(record: Any, to: Collector, name: str, rank: int | None) -> None:
         raise BadInput(f"{name} is no flight record: {type(error).__name__}: {error}.") from None
 
 
-def operations_of(record: Any, to: Collector, source: Source, rank: int) -> None:
-    """Read the entries of a flight record: what is pending, and the last that is done of each group."""
+def operations_of(
+    record: Any, to: Collector, source: Source, rank: int, now: float | None = None
+) -> dict[str, str]:
+    """Read the entries of a flight record: what is pending, and the last that is done of each group. Return
+    the groups by their numbers in the record.
+
+    now: seconds since 1970, of a record that was read just now.
+    """
     last: dict[str, Operation] = {}
     groups: dict[str, str] = {}
     for entry in record.get("entries", ()):
         name, description = (str(part) for part in entry["process_group"][:2])
         group = f"{name}:{description}" if description not in ("", "undefined") else name
         groups[str(entry.get("pg_id"))] = groups[name] = group
-        operation = _operation(entry, group, source)
+        operation = _operation(entry, group, source, now)
         if operation.is_pending:
             to.note_operation(rank, operation)
         elif operation.number >= last.get(group, operation).number:
@@ -226,18 +235,22 @@ def operations_of(record: Any, to: Collector, source: Source, rank: int) -> None
             to.note_members(groups.get(key, key), members)
             if config.get("desc") == "default_pg":
                 to.note_world(len(members))
+    for progress in progress_of(record, groups, source):
+        to.note_progress(rank, progress)
+    return groups
+
+
+def progress_of(record: Any, groups: Mapping[str, str], source: Source) -> Iterator[Progress]:
+    """Yield how far each group is. groups: by their numbers in the record."""
     for key, status in (record.get("pg_status") or {}).items():
         enqueued, started, done = (
             int(status.get(f"last_{what}_collective", -1)) for what in ("enqueued", "started", "completed")
         )
         if enqueued >= 0:
-            progress = Progress(
-                groups.get(key, key), enqueued, done, source, started if started >= 0 else None
-            )
-            to.note_progress(rank, progress)
+            yield Progress(groups.get(key, key), enqueued, done, source, started if started >= 0 else None)
 
 
-def _operation(entry: Any, group: str, source: Source) -> Operation:
+def _operation(entry: Any, group: str, source: Source, now: float | None) -> Operation:
     backend, _, called = str(entry["profiling_name"]).partition(":")
     done = entry.get("retired") or entry["state"] == "completed"
     state = "completed" if done else str(entry["state"])
@@ -246,7 +259,7 @@ def _operation(entry: Any, group: str, source: Source) -> Operation:
     sizes = tuple(
         sum(prod(map(int, size)) for size in entry.get(f"{way}_sizes") or ()) for way in ("input", "output")
     )
-    peer = bool(entry.get("is_p2p"))
+    peer, created = bool(entry.get("is_p2p")), int(entry.get("time_created_ns") or 0)
     # The backward pass issues collectives on threads of its own, in an order that is the same on all ranks.
     own = not str(entry.get("thread_name", "")).startswith("pt_autograd")
     return Operation(
@@ -257,7 +270,10 @@ def _operation(entry: Any, group: str, source: Source) -> Operation:
         source,
         sizes,
         ",".join(map(str, entry.get("input_dtypes") or ())),
+        seconds=max(now - created / 1e9, 0.0) if now and created and not done else None,
+        limit=int(entry.get("timeout_ms") or 0) / 1000 or None,
         thread=str(entry.get("thread_id") or "") if own else "",
+        backend=backend if called else "",
         calls=tuple(
             Call(str(frame["name"]), str(frame["filename"]), int(frame["line"]))
             for frame in (entry.get("frames") or ())[:MOST_CALLS]

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from holdfast._watch.names import family
+
 
 class Source(NamedTuple):
     """Where something was read."""
@@ -22,6 +24,10 @@ class Source(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" if self.line else self.file
+
+
+ROLL_CALL = Source("roll call")
+"""What a rank has answered itself."""
 
 
 class Call(NamedTuple):
@@ -53,20 +59,6 @@ def is_of_a_library(call: Call) -> bool:
     return _LIBRARY.search(call.file) is not None
 
 
-class Way(NamedTuple):
-    """Where the function of a call can go from its line, by its bytecode."""
-
-    ahead: tuple[tuple[int, int], ...] = ()
-    """First and last lines of what it can still come to, without a jump back."""
-    loops: tuple[tuple[int, int], ...] = ()
-    """First and last lines of the loops that it is in, the innermost first."""
-    counts: tuple[tuple[str, int], ...] = ()
-    """Its variables that count the rounds of loops, also of those that it has left."""
-
-    def comes_to(self, line: int) -> bool:
-        return any(first <= line <= last for first, last in self.ahead)
-
-
 class Stack(msgspec.Struct, frozen=True):
     """One thread at one time."""
 
@@ -75,9 +67,10 @@ class Stack(msgspec.Struct, frozen=True):
     """Innermost first."""
     source: Source
     names: dict[str, str] = {}
-    """Arguments that the dump shows, such as `group_name`."""
-    ways: tuple[Way | None, ...] = ()
-    """Of each call, where it can go; None of those of libraries, and empty if the process has not told."""
+    """Arguments that are known: `group_name` and `members` of a group that opens, and `peer`, the rank that a
+    `recv` or `send` waits for, or that a broadcast comes from."""
+    ident: str = ""
+    """What identifies the thread in a flight record of this process."""
 
 
 UNKNOWN = -1
@@ -92,7 +85,7 @@ class Operation(msgspec.Struct, frozen=True):
     number: int
     """Its sequence number in the group."""
     name: str
-    """In the form of the log: ALLREDUCE, _ALLGATHER_BASE."""
+    """As it was read: ALLREDUCE in a log, all_reduce in a record."""
     state: str
     """`scheduled`, `started`, `completed`, or `timed out`. Of `scheduled` only NCCL's says that it has not
     started: others do not record the start."""
@@ -107,7 +100,10 @@ class Operation(msgspec.Struct, frozen=True):
     calls: tuple[Call, ...] = ()
     """Where it was begun, innermost first."""
     thread: str = ""
-    """What identifies the thread that has begun it, if that is one of the program's."""
+    """What identifies the thread that has begun it; "" of those of the backward pass."""
+    backend: str = ""
+    limit: float | None = None
+    """Its timeout, in seconds."""
 
     @property
     def is_pending(self) -> bool:
@@ -119,8 +115,8 @@ class Operation(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """The name in one form: the log has _ALLGATHER_BASE, the flight recorder _all_gather_base."""
-        return self.name.replace("_", "").upper()
+        """What it is, in torch's words, however the name was written."""
+        return family(self.name)
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -229,6 +225,12 @@ class Evidence(msgspec.Struct, frozen=True):
         """Has every rank been heard of?"""
         known = self.world_size is not None and not self.hidden
         return known and len(self.ranks) == self.world_size
+
+    @property
+    def backends(self) -> set[str]:
+        """The backends that operations were seen of; empty if none tells its own."""
+        told = {remark.values[0] for remark in self.of("backend")}
+        return ({one.backend for _, one in self.operations()} | told) - {""}
 
     def of(self, kind: str) -> list[Remark]:
         return [remark for remark in self.remarks if remark.kind == kind]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -13,8 +13,6 @@ from pathlib import Path
 import msgspec
 
 from holdfast._ready import ready
-from holdfast._watch.evidence import Evidence
-from holdfast._watch.verdict import Observation, Verdict
 
 _DISTRIBUTIONS = {"nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"), "torch": ("torch",)}
 
@@ -35,8 +33,6 @@ class KnownHang(msgspec.Struct, frozen=True):
     """Only on such machines, such as `aarch64`."""
     variables: dict[str, str] = {}
     """Only with such environment variables; the value is a pattern."""
-    frame: str = ""
-    """A native frame that a rank with this hang shows."""
 
     def __str__(self) -> str:
         return f"{self.what}: fixed in {self.library} {self.fixed} ({self.thread})"
@@ -107,37 +103,3 @@ def _redirects(config: bytes) -> bool:
         if not at:
             break
     return False
-
-
-def known_hang(evidence: Evidence) -> Iterator[Verdict]:
-    """A rank is in a native frame that is known, and the version has the error."""
-    versions = {remark.values[0]: remark for remark in evidence.of("version")}
-    machine = next((remark.values[0] for remark in evidence.of("machine")), "")
-    for entry in table():
-        ranks = [
-            rank.rank
-            for rank in evidence.ranks.values()
-            if entry.frame
-            and any(call.function == entry.frame for stack in rank.stacks for call in stack.calls)
-        ]
-        told = versions.get(entry.library)
-        if not ranks:
-            continue
-        sure = told is not None and entry.has(told.values[1]) and entry.machine in ("", machine)
-        yield Verdict(
-            "library",
-            "signature" if sure else "absence",
-            str(entry),
-            tuple(ranks),
-            seen=(
-                *(
-                    Observation(f"rank {rank} is in {entry.frame}", evidence.ranks[rank].stacks[0].source)
-                    for rank in ranks
-                ),
-                *([Observation(told.text, told.source)] if told is not None else []),
-            ),
-            others=() if sure else (f"The version of {entry.library} and the machine (uname -m) tell.",),
-        )
-
-
-RULES = (known_hang,)

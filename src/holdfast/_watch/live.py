@@ -13,7 +13,7 @@ from holdfast._watch.called import Called, read_called, roll_calls
 from holdfast._watch.calls import Call, joined
 from holdfast._watch.event_log import read_events
 from holdfast._watch.shared_call import ROLL_CALLS
-from holdfast._watch.timeline import RankTimeline, timeline_of
+from holdfast._watch.timeline import RankTimeline, text, timeline_of
 from holdfast._watch.verdict import listed
 from holdfast.errors import BadInput
 
@@ -51,6 +51,8 @@ class State(msgspec.Struct, frozen=True):
     roll_calls: tuple[str, ...]
     skipped: int
     """Lines of the logs that are none."""
+    quiet: float = 0.0
+    """Seconds since the last event of any rank: what ranks did then may not be what they do now."""
 
 
 class Looker:
@@ -81,6 +83,7 @@ class Looker:
             next((_saved(call, now) for call in saves), ""),
             tuple(self._roll_calls(timelines, now)),
             logs.skipped,
+            max(now - max((timeline.last for timeline in timelines), default=now), 0.0),
         )
 
     def _roll_calls(self, timelines: list[RankTimeline], now: float) -> Iterable[str]:
@@ -93,9 +96,11 @@ class Looker:
             self._called = key, read_called(self._run, names[0])
         called = self._called[1]
         told = [line for timeline in timelines for line in timeline.told if line.at >= called.at]
-        over = any(line.name == "roll_call.over" for line in told)
+        ended = next((line for line in told if line.name == "roll_call.over"), None)
         answering = not any(line.name == "roll_call.told" for line in told) and now - called.at < ANSWERING
-        state = "over" if over else f"{called.answers} have answered" if answering else "not known to be over"
+        state = f"{called.answers} have answered" if answering else "not known to be over"
+        if ended is not None:
+            state = text(ended.fields.get("how") or "is over")
         yield f"{called.name}, {age_text(called.at, now)} ago, {state}: {called.says}"
         if len(names) > 1:
             yield f"and {len(names) - 1} before it"

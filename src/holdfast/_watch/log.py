@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from functools import cache
 from typing import BinaryIO
 
 from holdfast._watch import log_lines as form
+from holdfast._watch import looks_like
 from holdfast._watch.collector import RANKS, Collector
 from holdfast._watch.evidence import UNKNOWN, Call, Ending, Operation, Progress, Source
 
@@ -13,36 +16,64 @@ BLOCK = 4 << 20
 """Bytes that are read at once."""
 LONGEST = 1 << 16
 """Bytes of a line that are looked at."""
-_ENDS = (b"\n", b"\r")
 _CAUSES = {-9: "SIGKILL, as the kernel does when memory is full", -11: "SIGSEGV", -7: "SIGBUS", -8: "SIGFPE"}
 """Ends that neither a watchdog nor a launcher brings about, if no other came first."""
 
 
+@cache
+def _keys() -> tuple[bytes, ...]:
+    """Return what is searched for, each text by itself: one pattern of all would be slow."""
+    found = list(form.KEYS)
+    for texts in looks_like.texts():
+        if not any(key.decode() in text for text in texts for key in found):
+            found.append(max(texts, key=len).encode())
+    return tuple(found)
+
+
+def _places(block: bytes, end: int) -> Iterator[int]:
+    for key in _keys():
+        at = block.find(key, 0, end)
+        while at >= 0:
+            yield at
+            at = block.find(key, at + len(key), end)
+
+
 def lines_that_tell(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield the number and the bytes of each line that has one of `KEYS`, in bounded memory."""
-    number, rest = 1, b""
+    number, rest, owed, width = 1, b"", 0, None
     while True:
         read = file.read(BLOCK)
         block = rest + read.replace(b"\0", b"")  # UTF-16, or a file that was cut while it was written
+        width = form.width(block[: 1 << 20]) if width is None else width
         # The last line may go on in the next block, but not for ever.
         whole = len(block) if not read or len(rest) >= BLOCK else block.rfind(b"\n") + 1
         if not read and block[-1:].isdigit():
             whole = block.rfind(b"\n") + 1  # it is being written, and its last number may have more digits
-        at = counted = 0
-        for found in sorted(found.start() for key in form.KEYS for found in key.finditer(block, 0, whole)):
-            if found < at:
-                continue  # the same line has two of them
+        rest = block[whole:]
+        if width:
+            block = form.unbroken(block[:whole], width)
+        places, at, counted = iter(sorted(_places(block, whole))), 0, 0
+        place = next(places, whole + 1)
+        while True:
+            while place < at:
+                place = next(places, whole + 1)  # the same line has two of them
+            found, owed = (at, owed - 1) if owed else (place, 0)
+            if found >= whole:
+                break
             # Progress bars write many texts to one line.
-            start = max(at, *(block.rfind(end, at, found) + 1 for end in _ENDS))
-            stops = [stop for end in _ENDS if (stop := block.find(end, found, whole)) >= 0]
-            at = min(stops, default=whole)
+            start = max(at, block.rfind(b"\n", at, found) + 1, block.rfind(b"\r", at, found) + 1)
+            stop = whole
+            for end in (b"\n", b"\r"):
+                stop = where if (where := block.find(end, found, stop)) >= 0 else stop
+            line, at = block[start:stop][:LONGEST], stop + 1
             number += block.count(b"\n", counted, start)
             counted = start
-            yield number, block[start : min(at, start + LONGEST)]
+            if any(head in line for head in form.HEADS):
+                owed = form.FOLLOW
+            yield number, line
         number += block.count(b"\n", counted, whole)
         if not read:
             return
-        rest = block[whole:]
 
 
 def is_of_one_rank(file: BinaryIO, rank: int) -> bool:
@@ -68,7 +99,14 @@ class LogReader:
         """Of each stream, whether its last error was a consequence, which makes those after it some, too."""
         self._known: set[tuple[object, ...]] = set()
         self._failed: int | None = None
+        self._failed_at: float | None = None
         self._is_root = False
+        self._sent: set[str] = set()
+        """The processes that torchrun has ended."""
+        self._telling: str | None = None
+        """The stream in which Holdfast's own roll call is being told."""
+        self._stack: tuple[int | None, list[Call]] | None = None
+        """The rank whose stack of a failed collective is being told, and its calls so far."""
         self._srun_told = False
         self._processes: dict[str, tuple[int, int]] = {}
         """By host and pid, the rank in the largest communicator, and its size."""
@@ -83,6 +121,13 @@ class LogReader:
             rank = line.rank if line.rank is not None else self._own
             if rank is not None:
                 self._to.rank(rank).last = source
+            if self._own_words(line, source) or self._failed_stack(line.text, rank):
+                continue
+            self._to.alike(looks_like.parts_of_line(line.text), line.text, source)
+            if (backend := form.BACKEND.search(line.text)) is not None:
+                self._to.once("backend", "gloo" if "loo" in backend[0] else "nccl", line.text, source)
+            if form.OVER.search(line.text) is not None:
+                self._to.once("ended", self._name, line.text, source)
             known = (
                 not self._is_of_this_hang(line.text)
                 or self._watchdog(line.text, rank, source)
@@ -98,10 +143,34 @@ class LogReader:
         when = form.WHEN.search(text)
         if when is None or not ("atchdog" in text or "NCCL work" in text):
             return True
-        day, hour, minute, second = map(int, when.groups())
-        at = ((day // 100 * 31 + day % 100) * 24 + hour) * 3600 + minute * 60 + second
         limit = form.TIMEOUT.search(text)
-        return self._to.is_near(at, int(limit["limit"]) / 1000 if limit is not None else None)
+        return self._to.is_near(_seconds(when), int(limit["limit"]) / 1000 if limit is not None else None)
+
+    # -- Holdfast itself, and torch's stack of the collective that has failed -------------------------------
+
+    def _own_words(self, line: form.Prefixed, source: Source) -> bool:
+        """Read what Holdfast has told of a wait: one line, or those of a roll call."""
+        is_own = form.OWN.search(line.text) is not None
+        follows = line.stream == self._telling and line.text.startswith("  ")
+        if is_own and "Roll call of" in line.text:
+            self._telling = line.stream
+        elif line.stream == self._telling and not follows:
+            self._telling = None
+        if is_own or follows:
+            self._to.remark("told", line.text.strip(), source)
+        return is_own or follows
+
+    def _failed_stack(self, text: str, rank: int | None) -> bool:
+        if "Stack trace of the failed collective:" in text:
+            self._stack = rank, []
+        elif self._stack is not None and (call := form.CALLED.match(text)) is not None:
+            whose, calls = self._stack
+            if int(call[1]) == len(calls):
+                calls.append(Call(call[2], call[3], int(call[4])))
+                self._to.note_calls(whose, tuple(calls))
+        else:
+            return False
+        return True
 
     # -- torch ------------------------------------------------------------------------------------------
 
@@ -133,7 +202,7 @@ class LogReader:
             if rank is not None:
                 self._to.note_progress(rank, progress)
         if (found := form.STUCK.search(text)) is not None:
-            self._to.remark("heartbeat", text, source, _group(found[1], found[2]), str(rank), found[4])
+            self._to.remark("heartbeat", text, source, _group(found[1], found[2]), str(rank), found[4] or "")
         if (error := form.CUDA.search(text)) is not None and rank is not None:
             self._to.note_ending(
                 rank, Ending(error[1], source, is_cause="ECC" in error[1] or "illegal" in error[1])
@@ -143,9 +212,6 @@ class LogReader:
     # -- NCCL -------------------------------------------------------------------------------------------
 
     def _nccl(self, text: str, source: Source) -> bool:
-        if (version := form.VERSION.search(text)) is not None:
-            self._to.remark("version", text, source, "nccl", version[1])
-            return True
         if (found := form.NCCL.search(text)) is None:
             return False
         process, said = f"{found['host']}:{found['pid']}", found["text"]
@@ -158,8 +224,6 @@ class LogReader:
             is_open = init[4] == "COMPLETE"
             own = self._opening.pop(key, own) if is_open else self._opening.setdefault(key, own)
             self._to.note_opening(init[3], size, own, source, is_open)
-        elif (differ := form.MISMATCH.search(said)) is not None:
-            self._to.remark("nccl mismatch", said, source, found["host"], *differ.groups())
         elif found["kind"] == "WARN" and form.NCCL_MEMORY.search(said):
             rank = self._processes.get(process, (-1, 0))[0]
             self._to.remark("nccl memory", said, source, str(rank) if rank >= 0 else "")
@@ -182,18 +246,6 @@ class LogReader:
             self._to.remark("fingerprint", text, source, *(value or "" for value in print_.groups()))
         elif (barrier := form.BARRIER.search(text)) is not None:
             self._to.remark("barrier", text, source, barrier[1].replace(" ", ""))
-        elif "Invalidate trace cache" in text:
-            self._to.remark("trace cache", text, source)
-        elif "destroy_process_group() was not called" in text:
-            self._to.remark("not destroyed", text, source)
-        elif "waitForInput" in text:
-            self._to.remark("store timeout", text, source)
-        elif form.ENDED.search(text) is not None:
-            self._to.remark("end of program", text, source)
-        elif form.TRAINED.search(text) is not None:
-            self._to.remark("end of training", text, source)
-        elif "aarch64" in text:
-            self._to.remark("machine", text, source, "aarch64")
         else:
             return size is not None or steps is not None
         return True
@@ -204,15 +256,20 @@ class LogReader:
         """Read torchrun's summary of failures, and srun's lines."""
         if "Root Cause" in text:
             self._is_root = True
+        elif (sent := form.SENT.search(text)) is not None:
+            if len(self._sent) < RANKS:
+                self._sent.add(sent[1] or sent[2])
+        elif (when := form.SUMMARY_TIME.match(text)) is not None:
+            self._failed_at = _seconds(when)
         elif (failed := form.SUMMARY_RANK.match(text)) is not None:
             self._failed = int(failed[1])
         elif (code := form.SUMMARY_CODE.match(text)) is not None and self._failed is not None:
-            number, root = int(code[1]), self._is_root
+            number = int(code[1])
+            cause = self._is_root and number in _CAUSES and code[2] not in self._sent
             how = _CAUSES.get(number, f"exit code {number}")
-            self._to.note_ending(
-                self._failed, Ending(f"ended by {how}", source, is_cause=root and number in _CAUSES)
-            )
-            self._failed, self._is_root = None, False
+            ending = Ending(f"ended by {how}", source, is_cause=cause)
+            self._to.note_ending(self._failed, ending, self._failed_at)
+            self._failed, self._failed_at, self._is_root = None, None, False
         elif (task := form.SRUN.search(text)) is not None:
             # After the first one srun ends the others.
             cause = not self._srun_told and task[2].startswith(
@@ -236,18 +293,27 @@ class LogReader:
                 self._frames[stream] = None
                 self._chained.setdefault(stream, False)
         elif (frame := form.FILE.match(text)) is not None:
+            call = Call(frame[3], frame[1], int(frame[2]))
+            self._to.alike(looks_like.parts_of_call(call), text, source)
             if stream in self._frames:
-                self._frames[stream] = Call(frame[3], frame[1], int(frame[2]))
+                self._frames[stream] = call
         elif (error := form.RAISED.match(text)) is not None:
             inside = stream in self._frames
             if not inside and not (line.is_marked and form.NAME_OF_ERROR.search(error[1])):
                 return
-            call = self._frames.pop(stream, None)
+            raised_at = self._frames.pop(stream, None)
             follows = form.CONSEQUENCE.search(text) is not None or self._chained.get(stream, False)
-            ending = Ending(text[:300], source, is_cause=not follows, is_fatal=line.is_marked, call=call)
+            ending = Ending(text[:300], source, is_cause=not follows, is_fatal=line.is_marked, call=raised_at)
             if stream in self._chained:
                 self._chained[stream] = follows
             self._to.note_ending(rank, ending)
+
+
+def _seconds(when: re.Match[str]) -> float:
+    """Return a time of a log in seconds; logs tell no year."""
+    *days, hour, minute, second = map(int, when.groups())
+    month, day = days if len(days) == 2 else divmod(days[0], 100)
+    return ((month * 31 + day) * 24 + hour) * 3600 + minute * 60 + second
 
 
 def _group(name: str, description: str | None) -> str:

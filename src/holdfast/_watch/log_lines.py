@@ -12,53 +12,38 @@ import re
 from contextlib import suppress
 from typing import NamedTuple
 
-KEYS = tuple(
-    re.compile(key)
-    for key in (
-        *(
-            b"atchdog caught",
-            b"atchdog got stuck",
-            b"atchdog thread term",
-            b"last enqueued",
-            b"Traceback \\(most",
-        ),
-        *(
-            b'  File \\\\?"',  # JSON writes a backslash before a quote
-            b"Error",
-            b"Exception",
-            b"KeyboardInterrupt",
-            b"NCCL INFO",
-            b"NCCL WARN",
-            b"NCCL version",
-        ),
-        *(
-            b"monitoredBarrier",
-            b"exitcode",
-            b"\\(local_rank",
-            b"Root Cause",
-            b"srun: error",
-            b"CANCELLED AT",
-            b"Job step aborted",
-            b"oom_kill",
-            b"oom-kill",
-        ),
-        *(
-            b"Detected mismatch",
-            b"Invalidate trace cache",
-            b"destroy_process_group\\(\\) was",
-            b"waitForInput",
-        ),
-        *(
-            b"world[ _-]size",
-            b"WORLD[ _-]SIZE",
-            b"World[ _-]size",
-            b"aarch64",
-            b"raining (?:is done|fini|compl)",
-        ),
-        *(b"End time of running main", b"train_runtime", b"`Trainer.fit` stopped", b"ank \\d+, world_size"),
-    )
+HEADS = (b"Roll call of ", b"Stack trace of the failed collective:")
+"""Of such a line, those that follow tell something, too."""
+FOLLOW = 40
+"""How many of them are looked at."""
+KEYS = (
+    *HEADS,
+    *(b"atchdog", b"eartbeat monitor timed", b"last enqueued", b"Traceback (most"),
+    *(b'File "', b'File \\"'),  # JSON writes a backslash before a quote
+    *(b"Error", b"Exception", b"KeyboardInterrupt", b"NCCL INFO", b"NCCL WARN", b"NCCL version"),
+    *(
+        b"monitoredBarrier",
+        b"exitcode",
+        b"(local_rank",
+        b"  time      :",
+        b"Root Cause",
+        b"closing signal SIG",
+    ),
+    *(
+        b"srun: error",
+        b"CANCELLED AT",
+        b"Job step aborted",
+        b"oom_kill",
+        b"oom-kill",
+        b"forcefully exiting",
+        b"taking the entire process",
+    ),
+    *(b"Detected mismatch", b"Invalidate trace cache", b"destroy_process_group()", b"waitForInput"),
+    *(b"orld size", b"orld_size", b"orld-size", b"ORLD_SIZE", b"ORLD SIZE", b"ORLD-SIZE", b"orld Size"),
+    *(b" has waited ", b" came after ", b"roll call is over", b"roll call has failed"),
+    *(b"message store has not answered", b"ProcessGroupGloo"),
 )
-"""A line without any of these tells nothing. Each is searched by itself: one pattern of all would be slow."""
+"""A line without any of these, or of those of a fingerprint, tells nothing."""
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _TEXTS = ("log", "message", "MESSAGE", "textPayload", "line")
 """Where JSON of a forwarder has the line."""
@@ -70,10 +55,42 @@ _FORWARDED = re.compile(
     r"[\w.-]+ [\w./-]+\[\d+\]:) )?"  # journald's host and process
 )
 _REPEATED = re.compile(r"\[repeated (\d+)x across cluster\]")
-_RAY = re.compile(r"\(([\w.:]+(?: [\w.:]+)*) pid=(\d+)(?:, ip=([\w.:]+))?\) ?")
+_RAY = re.compile(r"\((\w[^()\n]{0,80}(?:\([^\n]{0,80}?\))?) pid=(\d+)(?:, ip=([\w.:]+))?\) ?")
+"""Ray's, also of actors with names of their own, and vLLM's."""
+_LOGGER = re.compile(
+    r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]{8} \[[\w./]+:\d+\] ?|"  # vLLM
+    r"^\[\d{4}-\d\d-\d\d [\d:]{8}((?: [A-Z]+\d+)*)\] "  # SGLang
+)
 _RANK = re.compile(r"\[rank(\d{1,6})\[?\]:? ?")
 _DEFAULT = re.compile(r"\[default(\d{1,4})\]: ?")
 _SRUN = re.compile(r"^\s*\d{1,6}: ")
+
+
+def width(head: bytes) -> int:
+    """Return the width of the terminal that has broken the lines of a log; 0 if none has."""
+    widest = max(map(len, head.split(b"\n")))
+    if not 60 <= widest <= 250:
+        return 0
+    # The line of a message goes on without a beginning, and none is longer.
+    broken = rb"(?m)^(?=.{%d}$).*ProcessGroupNCCL\.cpp:.*[^.)\d\s]\n[^\[(#\s]" % widest
+    return widest if re.search(broken, head) else 0
+
+
+_BEGINS = re.compile(rb"\[(?:rank|default)\d|\([\w.]+ pid=|\d{4}-|#\d|frame #|Exception raised")
+
+
+def unbroken(block: bytes, width: int) -> bytes:
+    """Join the lines that a terminal has broken. Empty lines stand for the others, so that numbers stay."""
+    lines = block.split(b"\n")
+    head, before = 0, lines[0]
+    for at, line in enumerate(lines[1:], 1):
+        if len(before) == width and not before.endswith(b"  ") and not _BEGINS.match(line):
+            lines[head] += line
+            lines[at] = b""
+        else:
+            head = at
+        before = line
+    return b"\n".join(lines)
 
 
 class Prefixed(NamedTuple):
@@ -105,6 +122,10 @@ def without_prefix(raw: bytes) -> Prefixed:
         stream, text = f"{ray[3]}/{ray[2]}", text[ray.end() :]
     if (local := _DEFAULT.search(text, 0, 80)) is not None:
         stream, text = f"default{local[1]}", text[local.end() :]
+    if (inner := _RAY.match(text)) is not None:  # an engine in an actor
+        stream, text = f"{stream}/{inner[2]}", text[inner.end() :]
+    if (logger := _LOGGER.match(text)) is not None:
+        stream, text = stream or logger[1] or "", text[logger.end() :]
     marked = _RANK.search(text, 0, 120)
     if marked is not None:
         rank, stream, text = int(marked[1]), f"rank{marked[1]}", text[marked.end() :]
@@ -145,7 +166,10 @@ STATUS = re.compile(
     r"(?:, last started (?:NCCL )?work: (?P<started>-?\d+)[^,]*)?"
     r", last completed (?:NCCL )?work: (?P<done>-?\d+)"
 )
-STUCK = re.compile(r"PG GUID (\w+)(?:\(([^)]*)\))? Rank (\d+)\].*?atchdog got stuck for (\d+) seconds")
+STUCK = re.compile(
+    r"\[(?:PG ID \d+ PG GUID )?((?:PG )?\w+)(?: ?\(([^)]*)\))? Rank (\d+)\].*?"
+    r"(?:atchdog got stuck for (\d+) seconds|Heartbeat monitor timed out)"
+)
 FINGERPRINT = re.compile(
     r"Rank (\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=(\d+))?,? ?OpType=(\w+)"
     r"(?:, TensorShape=\[([^\]]*)\])?.*?Rank (\d+) is running collective: CollectiveFingerPrint\("
@@ -156,24 +180,37 @@ NCCL = re.compile(
     r"NCCL (?P<kind>INFO|WARN) (?P<text>.*)"
 )
 INIT = re.compile(r"comm 0x\w+ rank (\d+) nranks (\d+) .*?commId (0x\w+) - Init (START|COMPLETE)")
-MISMATCH = re.compile(r"peer (\S+?)(?:<\d+>)? collective mismatch error, local size (\d+) remote size (\d+)")
 NCCL_MEMORY = re.compile(r"out of memory|Failed to CUDA (?:calloc|host alloc)|Failed to allocate")
-VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
 BARRIER = re.compile(r"Ranks? (\d{1,6}(?:, ?\d{1,6})*) failed to pass monitoredBarrier")
 WORLD = re.compile(r"\bworld[ _-]size[ =:]+(\d{1,6})\b", re.IGNORECASE)
 STEPS = re.compile(r"(\d+)(?:/\d+)? ?(?:it|batch|batches|step|steps)? \[\d+:\d\d")
 NAMED = re.compile(r"\b[Rr]ank ?(\d{1,6})\b")
-ENDED = re.compile(r"End time of running main")
-TRAINED = re.compile(r"[Tt]raining (?:is done|finished|completed)|train_runtime|Trainer\.fit` stopped")
-"""After it, a program may still save and evaluate."""
 SUMMARY_RANK = re.compile(r"^\s*rank\s+: (\d+) \(local_rank: \d+\)")
 SUMMARY_CODE = re.compile(r"^\s*exitcode\s+: (-?\d+) \(pid: (\d+)\)")
 SRUN = re.compile(r"srun: error: \S+: tasks? (\d+)(?:-\d+|,[\d,-]+)?: (.*)")
-FILE = re.compile(r'^\s*File "([^"]*)", line (\d+), in (.*)')
+SUMMARY_TIME = re.compile(r"^\s*time\s+: \d{4}-(\d\d)-(\d\d)_(\d\d):(\d\d):(\d\d)")
+SENT = re.compile(r"(?:Sending process (\d+) closing signal|Unable to shutdown process (\d+) via)")
+"""torchrun ends processes after the first that has failed."""
+FILE = re.compile(r'^\s*File "([^"]*)", line (\d+),? in (.*)')
+CALLED = re.compile(r"^\s*#(\d+) (.+?) from (.+):(\d+)")
+"""A call of torch's stack of a failed collective."""
+BACKEND = re.compile(r"ProcessGroup(?:NCCL|Gloo)|NCCL (?:INFO|WARN)|gloo/transport")
+OVER = re.compile(
+    r"taking the entire process down|ChildFailedError|exitcode +: |CANCELLED AT|Job step aborted|"
+    r"Process will be terminated|Terminating the process"
+)
+"""The processes of the job have ended."""
+OWN = re.compile(
+    r"Roll call of \d+ of \d+ ranks, because |rank \d+ has waited \d+ s for |"
+    r"rank \d+ came after \d+ s|"
+    r"roll call (?:is over|has failed)|message store has not answered"
+)
+"""What Holdfast itself has told."""
 RAISED = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::\s?(.*))?$")
 NAME_OF_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Failed|Timeout)$")
 CONSEQUENCE = re.compile(
-    r"Dist(?:Backend|Network|Store)Error|communicator was aborted|Connection (?:closed|reset|refused)|"
+    r"Dist(?:Backend|Network|Store)Error(?!.*(?:EADDRINUSE|Address already in use))|"
+    r"communicator was aborted|Connection (?:closed|reset|refused)|"
     r"Broken pipe|"
     r"[Tt]ime[d ]*[Oo]ut|ChildFailedError|SignalException|KeyboardInterrupt|SystemExit|Actor\w*Error|"
     r"WorkerCrashedError|RankFailed|DeadlineExceeded|ncclRemoteError|(?i:nccl error)|monitoredBarrier|"

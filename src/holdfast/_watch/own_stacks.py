@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dis
-import inspect
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from types import CodeType, FrameType
+from types import FrameType
 
 import msgspec
+import torch.distributed as dist
 
 from holdfast import events
 from holdfast._exits import uncaught
@@ -19,36 +19,35 @@ from holdfast._roster.beacon import Presence
 from holdfast._roster.process import activity, memory_stall, wakes
 from holdfast._torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
-from holdfast._watch.dumps import MOST_CALLS, operations_of
+from holdfast._watch.dumps import MOST_CALLS, operations_of, progress_of
 from holdfast._watch.evidence import (
     AT_EXIT,
     OPERATION,
+    ROLL_CALL,
     Call,
     Ending,
     Operation,
     Rank,
-    Source,
     Stack,
-    is_of_a_library,
 )
 from holdfast._watch.log_lines import CONSEQUENCE
 from holdfast._watch.shared_call import is_own
-from holdfast._watch.ways import way_of
 
-_HERE = Source("roll call")
 _OPENS = "_new_process_group_helper"
 """torch's function that opens a group."""
-_GIVE_LOCALS = {"locals", "vars", "eval", "exec"}
+_OF_A_PEER = {"send", "recv", "broadcast"}
+"""torch's functions that wait for one rank."""
+_OURS = "holdfast "
+"""What the groups of waits of Holdfast's own begin with."""
 
 
-def stacks_here(ways: bool = False) -> tuple[Stack, ...]:
-    """Return where the threads of the program are, the main thread first; with `ways`, also where they can
-    go from there, which takes some milliseconds."""
+def stacks_here() -> tuple[Stack, ...]:
+    """Return where the threads of the program are, the main thread first."""
     frames = sys._current_frames()
     main = threading.main_thread()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
     return tuple(
-        _stack("MainThread" if thread is main else thread.name, frames[thread.ident], ways)
+        _stack("MainThread" if thread is main else thread.name, thread.ident, frames[thread.ident])
         for thread in threads
         if thread.ident in frames and (not thread.name.startswith("holdfast-") or thread.name == OPERATION)
     )
@@ -66,37 +65,50 @@ def activity_here() -> tuple[float, float, int, float]:
     return 0.0, 0.0, 0, 0.0
 
 
-def _stack(thread: str, frame: FrameType | None, with_ways: bool) -> Stack:
+def _stack(thread: str, ident: int, frame: FrameType | None) -> Stack:
     # All are read first: the thread may go on meanwhile.
-    read: list[tuple[FrameType, int, int | None]] = []
+    read: list[tuple[FrameType, int | None]] = []
     while frame is not None and len(read) < MOST_CALLS:
-        read.append((frame, frame.f_lasti, frame.f_lineno))
+        read.append((frame, frame.f_lineno))
         frame = frame.f_back
-    calls = tuple(Call(one.f_code.co_name, one.f_code.co_filename, line) for one, _, line in read)
+    calls = tuple(Call(one.f_code.co_name, one.f_code.co_filename, line) for one, line in read)
     # The main thread counts as ended from the joins of `threading._shutdown` on, a call that can be seen.
     has_ended = thread == "MainThread" and not threading.main_thread().is_alive()
     if has_ended and calls[-1].function != "_shutdown":
         calls += (AT_EXIT,)
-    ways = [
-        None if is_of_a_library(call) else way_of(one.f_code, at, _variables(one))
-        for call, (one, at, _) in zip(calls, read, strict=False)
-        if with_ways
-    ]
-    # A group that is being opened stands in no record yet.
-    opened = [_variables(one).get("group_name") for one, _, _ in read if one.f_code.co_name == _OPENS]
-    names = {"group_name": str(opened[0])} if opened else {}
-    return Stack(thread, calls, _HERE, names, ways=tuple(ways))
+    return Stack(thread, calls, ROLL_CALL, _names(frame for frame, _ in read), str(ident))
+
+
+def _names(frames: Iterable[FrameType]) -> dict[str, str]:
+    """Return which group a thread opens, which stands in no record yet, and which rank it waits for."""
+    for frame in frames:
+        if frame.f_code.co_name == _OPENS:
+            known = _variables(frame)
+            ranks = known.get("global_ranks_in_group")
+            members = ",".join(map(str, ranks)) if isinstance(ranks, list) else ""
+            return {"group_name": str(known.get("group_name")), "members": members}
+        if frame.f_code.co_name in _OF_A_PEER and frame.f_code.co_filename.endswith("distributed_c10d.py"):
+            known = _variables(frame)
+            peer = next((known[name] for name in ("src", "dst") if isinstance(known.get(name), int)), None)
+            local = next(
+                (known[name] for name in ("group_src", "group_dst") if known.get(name) is not None), None
+            )
+            if peer is None and isinstance(local, int):
+                with suppress(ValueError, RuntimeError):  # a group that is gone
+                    peer = dist.get_global_rank(known.get("group") or dist.group.WORLD, local)  # type: ignore[arg-type]
+            return {"peer": str(peer)} if peer is not None else {}
+    return {}
 
 
 def _variables(frame: FrameType) -> Mapping[str, object]:
-    """Return the variables of a frame, and change nothing in it.
+    """Return the variables of a function of torch, and change nothing in it.
 
     Before Python 3.13, a function that is looked at keeps a dict of all its values to its end: tensors that
-    it deletes are not freed. It is the dict that `locals()` gives, and a debugger writes back from it.
+    it deletes would not be freed. That dict is also what a debugger writes back from.
     """
-    if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if sys.version_info >= (3, 13):
         return frame.f_locals
-    if frame.f_trace is not None or _gives_locals(frame.f_code):
+    if frame.f_trace is not None:
         return {}
     kept = frame.f_locals
     found = dict(kept)
@@ -104,36 +116,67 @@ def _variables(frame: FrameType) -> Mapping[str, object]:
     return found
 
 
-def _gives_locals(code: CodeType) -> bool:
-    """Return whether a function calls what has the dict of its values; `model.eval` is none of them."""
-    return not _GIVE_LOCALS.isdisjoint(code.co_names) and any(
-        one.opname == "LOAD_GLOBAL" and one.argval in _GIVE_LOCALS for one in dis.get_instructions(code)
-    )
+class Look:
+    """What is known of this rank at a first look and, some seconds later, at a second one."""
 
-
-def evidence_here(rank: int, presences: list[Presence]) -> tuple[Rank, dict[str, tuple[int, ...]]]:
-    """Return what is known of this rank and of its operations, and the members of the groups of which it is
-    the first."""
-    collector = Collector()
-    for record in flight_records(entries=True):
-        operations_of(record, collector, _HERE, rank)
-    for presence in presences:
-        if (operation := _operation(presence)) is not None:
+    def __init__(self, rank: int, presences: list[Presence]) -> None:
+        collector, self._groups = Collector(), list[dict[str, str]]()
+        self._at = time.time()
+        for record in flight_records(entries=True):
+            self._groups.append(operations_of(record, collector, ROLL_CALL, rank, self._at))
+        operations = [operation for one in presences if (operation := _operation(one)) is not None]
+        for operation in operations:
             collector.note_operation(rank, operation)
-    recorded = collector.evidence().ranks.get(rank, Rank(rank))
-    members = {
-        f"{group.name}:{group.description}" if group.description else group.name: group.ranks
-        for group in known_groups()
-    }
-    # Of groups that the program has named itself, some members may be of another job.
-    members = {name: ranks for name, ranks in members.items() if is_own(name) and min(ranks) == rank}
-    for presence in presences:
-        operation, waited_for = _operation(presence), set(presence.waiting_for or ())
-        # The first that is in it tells.
-        if operation is not None and rank == min(set(presence.participants) - waited_for, default=None):
-            members[operation.group] = tuple(presence.participants)
-    stacks, phase = stacks_here(ways=True), events.phase_now()
-    return msgspec.structs.replace(recorded, stacks=stacks, phase=phase, endings=_raised()), members
+        recorded = collector.evidence().ranks.get(rank, Rank(rank))
+        members = {
+            f"{group.name}:{group.description}" if group.description else group.name: group.ranks
+            for group in known_groups()
+        }
+        # Of groups that the program has named itself, some members may be of another job.
+        self.members = {name: ranks for name, ranks in members.items() if is_own(name) and min(ranks) == rank}
+        """Of the groups of which this rank is the first."""
+        for presence in presences:
+            own, waited_for = _operation(presence), set(presence.waiting_for or ())
+            # The first that is in it tells.
+            if own is not None and rank == min(set(presence.participants) - waited_for, default=None):
+                self.members[own.group] = tuple(presence.participants)
+        self.found = msgspec.structs.replace(
+            recorded, stacks=stacks_here(), phase=events.phase_now(), endings=_raised()
+        )
+
+    def again(self, presences: list[Presence], later: tuple[Stack, ...]) -> Rank:
+        """Return what was found, with the numbers of now: what is over meanwhile was no hang.
+
+        later: the stacks of the second look.
+        """
+        passed = time.time() - self._at
+        records = flight_records()
+        progress = {
+            one.group: one
+            for record, groups in zip(records, self._groups, strict=False)
+            for one in progress_of(record, groups, ROLL_CALL)
+        }
+        waits = {(one.group, one.number) for one in map(_operation, presences) if one is not None}
+
+        def is_over(one: Operation) -> bool:
+            if one.group.startswith(_OURS):
+                return (one.group, one.number) not in waits
+            is_done = one.group in progress and one.number <= progress[one.group].completed
+            return is_done and not self._has_failed(one, passed)
+
+        operations = tuple(
+            msgspec.structs.replace(one, state="completed") if one.is_pending and is_over(one) else one
+            for one in self.found.operations
+        )
+        if any(one.is_pending and self._has_failed(one, passed) for one in self.found.operations):
+            # After a failure the program does something else: where it was before tells more.
+            return msgspec.structs.replace(self.found, operations=operations)
+        newest = tuple(progress.values()) or self.found.progress
+        return msgspec.structs.replace(self.found, operations=operations, progress=newest, later=later)
+
+    def _has_failed(self, one: Operation, passed: float) -> bool:
+        """Return whether an operation was at its timeout by now: a record tells only that it is over."""
+        return one.limit is not None and one.seconds is not None and one.seconds + passed >= one.limit
 
 
 def _raised() -> tuple[Ending, ...]:
@@ -142,7 +185,7 @@ def _raised() -> tuple[Ending, ...]:
     if error is None:
         return ()
     what = "".join(traceback.format_exception_only(error)).strip()[:300]
-    return (Ending(what, _HERE, is_cause=CONSEQUENCE.search(what) is None),)
+    return (Ending(what, ROLL_CALL, is_cause=CONSEQUENCE.search(what) is None),)
 
 
 def _operation(presence: Presence) -> Operation | None:
@@ -151,4 +194,4 @@ def _operation(presence: Presence) -> Operation | None:
     group, _, number = presence.operation.rpartition(".")
     if not presence.waiting_for or not number.isdecimal():
         return None
-    return Operation(f"holdfast {group}", int(number) + 1, presence.title, "started", _HERE)
+    return Operation(f"{_OURS}{group}", int(number) + 1, presence.title, "started", ROLL_CALL)

@@ -21,7 +21,7 @@ from holdfast._watch.called import Called, positions, read_called, roll_calls, t
 from holdfast._watch.calls import Call, joined, outliers, waits
 from holdfast._watch.event_log import read_events
 from holdfast._watch.timeline import WORKING, RankTimeline, number, text, timeline_of
-from holdfast._watch.verdict import listed
+from holdfast._watch.verdict import TODO, listed
 from holdfast.errors import BadInput, HoldfastError
 
 ROWS = 32
@@ -153,9 +153,9 @@ def _call(call: Call, now: float) -> Message:
 def _called(called: Called, is_newest: bool) -> Message:
     told: Message = {"name": called.name, "at": called.at, "answers": called.answers, "says": called.says}
     if called.found is not None and is_newest:
-        verdict = called.found.verdict
-        told["todo"] = text(called.found.todo, 600)
-        guilty = set(verdict.ranks or ()) if verdict is not None else set()
+        who, why = called.found.who, called.found.why
+        told["todo"] = TODO[why.kind] if why is not None else ""
+        guilty = set(who.ranks or ()) if who is not None else set()
         shown = positions(called.evidence)
         size = max([*called.evidence.ranks, (called.found.world_size or 1) - 1]) + 1
         width = -(-size // COLUMNS)

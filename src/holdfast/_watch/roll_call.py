@@ -60,8 +60,9 @@ class Pending:
         self._read_at: dict[tuple[int, str], int] = {}
         """The number before the collective for which all entries of the record were read."""
         self._told: set[tuple[int, str, int]] = set()
-        self._missed: tuple[tuple[int, str], int, float] | None = None
-        """What the call of this rank was for: a group, its number before, and since when it waits."""
+        self._missed: tuple[tuple[int, str], int, float, float] | None = None
+        """What the call of this rank was for: a group, its number before, since when, its timeout."""
+        self._looked = time.monotonic()
 
     def too_long(self) -> tuple[float, float] | None:
         """Return the seconds that a collective of a group has taken, and that group's timeout, if that is too
@@ -78,19 +79,26 @@ class Pending:
                 continue
             limit = self._limit(key, done)
             if limit is not None and waited >= SHARE * limit:
-                self._missed = key, done, now - waited
+                self._missed = key, done, now - waited, limit
                 return waited, limit
         return None
 
-    def over(self) -> float | None:
-        """Return, once, after how many seconds the collective was over that this rank has called for."""
+    def over(self) -> tuple[float, str] | None:
+        """Return, once, after how many seconds the collective was over that this rank has called for, and how
+        it has ended: the record does not tell a failure."""
+        now, last = time.monotonic(), self._looked
+        self._looked = now
         if self._missed is None:
             return None
-        missed, before, since = self._missed
+        missed, before, since, limit = self._missed
         if not any(key == missed and done > before for key, _, done in _statuses()):
             return None
         self._missed = None
-        return time.monotonic() - since
+        between = now - last
+        if last - since >= limit:
+            return now - since, "has failed by its timeout"
+        in_time = now - since + between < limit
+        return now - since, "is over" if in_time else "has ended, or failed by its timeout"
 
     def tell(self) -> None:
         """Note that all that is pending now was told of."""
@@ -174,9 +182,9 @@ class RollCall:
     def _look(self, base: Roster, beacon: Beacon) -> None:
         """Call if this rank waits too long or somebody asks, and answer a call."""
         self._look_in_folder(base)
-        if (seconds := self._pending.over()) is not None:
-            log.warning("The collective of the last roll call is over, after %.0f s.", seconds)
-            events.emit("roll_call.over", rank=base.rank, seconds=seconds)
+        if (ended := self._pending.over()) is not None:
+            log.warning("The collective of the last roll call %s, after %.0f s.", ended[1], ended[0])
+            events.emit("roll_call.over", rank=base.rank, seconds=ended[0], how=ended[1])
         key = f"roll/{self._number}"
         asked = read(base.get([key])[0], Asked)
         mine = self._call(base.rank, beacon) if asked is None else None

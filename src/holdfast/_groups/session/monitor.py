@@ -21,7 +21,7 @@ from holdfast._deadline import StallTimer
 from holdfast._roster.base import Roster, get_ours
 from holdfast._roster.beacon import Presence
 from holdfast._roster.presence import Gone, Seen, Vitals, describe, see
-from holdfast._roster.process import HELD, Identity
+from holdfast._roster.process import ENDED, HELD, Identity
 from holdfast._roster.whereabouts import PATIENCE, Inquiry
 from holdfast._threads import start_thread
 from holdfast._values import Message
@@ -248,4 +248,4 @@ class Monitor:
         watch = self.presence.beacon.watch
         # A firewall refuses, too, but closes no connection in order.
         sure = error.details.get("ended") or silent >= watch.lost_after
-        return "its process has ended" if sure and who.rank not in watch.hears() else ""
+        return ENDED if sure and who.rank not in watch.hears() else ""

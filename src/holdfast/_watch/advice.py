@@ -1,0 +1,178 @@
+"""What an engineer says of a log at first sight: what its lines show, and where to look. It is no verdict."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import islice
+
+from holdfast._watch.evidence import Evidence, Operation, is_of_a_library
+from holdfast._watch.verdict import Observation, listed
+
+MOST = 6
+"""Sentences of one kind."""
+_OF_ONE_SIZE = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+_PEER = re.compile(r"(?:Connection closed by peer|Read error|Write error) \[([^\]]*)\]")
+_OF_ALL = "default_pg"
+_Waits = dict[int, Operation]
+
+
+def advice(evidence: Evidence) -> tuple[Observation, ...]:
+    """Return what the evidence shows at first sight; nothing of a job without a sign of a fault."""
+    findings = (_errors, _timeouts, _behind, _threads, _heartbeats)
+    return tuple(one for finding in findings for one in islice(finding(evidence), MOST))
+
+
+def _timeouts(evidence: Evidence) -> Iterator[Observation]:
+    """Who has timed out in which operation, and who has not."""
+    groups: dict[str, dict[int, _Waits]] = defaultdict(lambda: defaultdict(dict))
+    for rank in evidence.ranks.values():
+        for one in rank.timeouts:
+            # Where ranks count as in the job, it is the group of all ranks.
+            group = one.group or (_OF_ALL if one.group_rank == rank.rank else "")
+            groups[_named(group)][one.number].setdefault(rank.rank, one)
+    first = {group: min(numbers) for group, numbers in groups.items()}
+    order = sorted(groups, key=lambda group: min(_place(one) for one in groups[group][first[group]].values()))
+    for group in order:
+        yield from _of_group(evidence, group, groups[group][first[group]])
+    for one in evidence.loose:
+        what = f"rank {one.group_rank} of a group timed out in {one.label}; its rank in the job is not told"
+        yield Observation(what, one.source)
+
+
+def _named(group: str) -> str:
+    """Return one name for the group of all ranks, which torch numbers in several ways."""
+    return _OF_ALL if group.endswith(_OF_ALL) else group
+
+
+def _place(one: Operation) -> tuple[str, int]:
+    return one.source.file, one.source.line
+
+
+def _of_group(evidence: Evidence, group: str, waits: _Waits) -> Iterator[Observation]:
+    one = min(waits.values(), key=_place)
+    where = (f", number {one.number}" if one.number >= 0 else "") + (f" of group {group}" if group else "")
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, other in waits.items():
+        is_sized = other.sizes and other.kind in _OF_ONE_SIZE
+        alike[other.name + (f" of {other.sizes[0]} elements" if is_sized else "")].append(rank)
+    if len(alike) > 1:
+        parts = "; ".join(f"{listed(ranks)} in {name}" for name, ranks in alike.items())
+        end = ": they differ before it, or in its size" if group else "; whether in one group is not told"
+        yield Observation(f"ranks timed out in different operations{where}: {parts}{end}", one.source)
+        return
+    at = next((call for call in one.calls if not is_of_a_library(call)), None)
+    called = f", called at {at}" if at is not None else ""
+    whom = _missing(evidence, group, waits)
+    yield Observation(f"{listed(set(waits))} timed out in {one.name}{where}{called}{whom}", one.source)
+    done = {
+        rank.rank: progress.completed
+        for rank in evidence.ranks.values()
+        for progress in rank.progress
+        if group and _named(progress.group) == group
+    }
+    if ahead := {rank for rank, number in done.items() if number >= one.number >= 0}:
+        yield Observation(f"{listed(ahead)} completed number {one.number}, in which others wait", one.source)
+    if one.number in (0, 1) or (done and max(done.values()) <= 0):
+        yield Observation(
+            "that is the first collective of the group: its communicator did not open on all ranks, or the "
+            "hardware or the network between them does not work",
+            one.source,
+        )
+
+
+def _missing(evidence: Evidence, group: str, waits: _Waits) -> str:
+    """Say who of the group has no timeout; only where the group's ranks are known."""
+    known = next((ranks for name, ranks in evidence.members.items() if _named(name) == group), None)
+    is_of_all = group == _OF_ALL
+    if known is None and is_of_all:
+        known = tuple(range(evidence.world_size or max(evidence.ranks) + 1))
+    if known is None:
+        one = next(iter(waits.values()))
+        given, taken = one.sizes if len(one.sizes) == 2 and one.kind == "all_gather" else (1, 0)
+        size = taken // given if given and not taken % given else 0
+        return f"; the group has {size} ranks, {size - len(waits)} without a timeout" if size else ""
+    missing = set(known) - waits.keys()
+    if not missing:
+        sure = len(waits) > 1 and (evidence.world_size or not is_of_all) and not evidence.hidden
+        return "; these are all of its ranks, and none is missing" if sure else ""
+    elsewhere = [
+        f"rank {rank} in {evidence.ranks[rank].timeouts[0].label}"
+        for rank in sorted(missing & evidence.ranks.keys())
+        if evidence.ranks[rank].timeouts
+    ]
+    if elsewhere:
+        return f"; other ranks in another one: {', '.join(elsewhere[:MOST])}"
+    if len(missing) >= len(waits) or evidence.hidden:
+        left_out = f", and Ray has left out {evidence.hidden} lines" if evidence.hidden else ""
+        return f"; the log has no timeout of {listed(missing)}{left_out}"
+    never, rest = missing - evidence.ranks.keys(), missing & evidence.ranks.keys()
+    parts = [f"no line of {listed(never)}"] if never else []
+    parts += [f"lines of {listed(rest)}, but no timeout"] if rest else []
+    return f"; the log has {', and '.join(parts)}: look at {listed(missing)}"
+
+
+def _behind(evidence: Evidence) -> Iterator[Observation]:
+    """Ranks that have issued fewer collectives of a group than others."""
+    issued: dict[str, dict[int, int]] = defaultdict(dict)
+    for rank in evidence.ranks.values():
+        for one in rank.progress:
+            # Other numbers of torch before 2.5 count on each rank by themselves.
+            if not one.group.startswith("PG ") or _named(one.group) == _OF_ALL:
+                issued[_named(one.group)][rank.rank] = one.enqueued
+    for group, numbers in issued.items():
+        least, most = min(numbers.values()), max(numbers.values())
+        if least < most:
+            behind = {rank for rank, number in numbers.items() if number == least}
+            progress = evidence.ranks[min(behind)].progress
+            source = next(one.source for one in progress if _named(one.group) == group)
+            what = f"{listed(behind)} issued {least} collectives of group {group}, others up to {most}"
+            yield Observation(what, source)
+
+
+def _threads(evidence: Evidence) -> Iterator[Observation]:
+    """Ranks with collectives on two threads, or in two groups: their order may differ between ranks."""
+    for rank in evidence.ranks.values():
+        inside = {
+            stack.thread: next((c for c in stack.calls if c.file.endswith("distributed_c10d.py")), None)
+            for stack in rank.stacks
+        }
+        waits = [f"{thread} in {call.function}" for thread, call in inside.items() if call is not None]
+        if len(waits) > 1:
+            what = f"rank {rank.rank} is in collectives on {len(waits)} threads: {', '.join(waits)}"
+            yield Observation(what, rank.stacks[0].source)
+        groups = sorted({one.group for one in rank.timeouts if one.group})
+        if len(groups) > 1:
+            what = f"rank {rank.rank} waits in {len(groups)} groups: {', '.join(groups[:MOST])}"
+            yield Observation(what, rank.timeouts[0].source)
+
+
+def _heartbeats(evidence: Evidence) -> Iterator[Observation]:
+    ranks = {int(one.values[1]) for one in evidence.of("heartbeat") if one.values[1].isdigit()}
+    for one in evidence.of("heartbeat")[:1]:
+        what = (
+            f"the watchdog of {listed(ranks) if ranks else 'a rank'} stood still, which is no timeout of a "
+            "collective: a call of CUDA or NCCL blocks it, or a thread that holds the GIL in one"
+        )
+        yield Observation(what, one.source)
+
+
+def _errors(evidence: Evidence) -> Iterator[Observation]:
+    """What ranks raised before anybody's timeout in the same file, memory that was full, and lost peers."""
+    first: dict[str, int] = {}
+    for one in (*(one for _, one in evidence.operations() if one.state == "timed out"), *evidence.loose):
+        first[one.source.file] = min(one.source.line, first.get(one.source.file, one.source.line))
+    ends = [(f"rank {rank.rank}", one) for rank in evidence.ranks.values() for one in rank.endings]
+    for whose, end in (*ends, *(("a rank", end) for end in evidence.raised)):
+        is_first = end.source.line < first.get(end.source.file, 0)
+        before = ", before the first timeout" if is_first else ""
+        if (peer := _PEER.search(end.what)) is not None:
+            what = f"{whose} lost the connection to {peer[1]}: a process there ended before it"
+            yield Observation(what, end.source)
+        elif end.is_cause and "out of memory" in end.what and (is_first or end.is_fatal):
+            yield Observation(f"{whose} ran out of memory{before}", end.source)
+        elif end.is_cause and end.is_fatal and is_first:
+            yield Observation(f"{whose} raised {end.what[:200]}{before}", end.source)
+    for killed in evidence.of("oom")[:1]:
+        yield Observation("the kernel has killed a process for memory", killed.source)

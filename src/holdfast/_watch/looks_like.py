@@ -1,0 +1,138 @@
+"""Which public threads evidence looks like: a table of fingerprints (`looks_like.json`), and no verdict.
+
+A fingerprint has lines of logs, frames of stacks and operations, and says how many of them must be there. `*`
+in a line stands for anything. A frame is a function and, where that is not enough, the end of its file;
+an operation is its name and, where they are known, its sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast._ready import ready
+from holdfast._watch.evidence import Call, Evidence, Operation
+from holdfast._watch.verdict import Likeness, Observation
+
+MOST = 5
+"""Threads that are told of."""
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """What one thread shows, and what it says."""
+
+    title: str
+    thread: str
+    cause: str
+    """That of the thread; "not found" if it has none."""
+    cure: str
+    noted: str
+    """The day on which this entry was written."""
+    needs: int = 1
+    """How many of its parts must be there."""
+    lines: tuple[str, ...] = ()
+    frames: tuple[str, ...] = ()
+    operations: tuple[str, ...] = ()
+
+
+class Part(NamedTuple):
+    """A part of a fingerprint."""
+
+    title: str
+    part: str
+
+
+@cache
+def table() -> tuple[Fingerprint, ...]:
+    """Return the fingerprints of `looks_like.json`."""
+    text = files("holdfast._watch").joinpath("looks_like.json").read_bytes()
+    return msgspec.json.decode(text, type=ready(tuple[Fingerprint, ...]))
+
+
+@cache
+def _lines() -> tuple[tuple[Part, str, re.Pattern[str]], ...]:
+    """Return the lines of fingerprints, each with its longest text."""
+    return tuple(
+        (
+            Part(entry.title, line),
+            max(line.split("*"), key=len),
+            re.compile(".*".join(map(re.escape, line.split("*")))),
+        )
+        for entry in table()
+        for line in entry.lines
+    )
+
+
+@cache
+def _frames() -> dict[str, list[tuple[Part, str]]]:
+    """Return the frames of fingerprints and the ends of their files, by the names of functions."""
+    found: dict[str, list[tuple[Part, str]]] = defaultdict(list)
+    for entry in table():
+        for frame in entry.frames:
+            function, _, file = frame.partition(" ")
+            found[function].append((Part(entry.title, frame), file))
+    return dict(found)
+
+
+def texts() -> Iterator[list[str]]:
+    """Yield, of each line of a fingerprint, the texts that are in it, one after the other."""
+    for entry in table():
+        yield from (line.split("*") for line in entry.lines)
+
+
+def parts_of_line(text: str) -> Iterator[Part]:
+    """Yield the parts of fingerprints that a line of a log is."""
+    for part, longest, pattern in _lines():
+        if longest in text and pattern.search(text) is not None:
+            yield part
+
+
+def parts_of_call(call: Call) -> Iterator[Part]:
+    """Yield the parts of fingerprints that a call of a stack is."""
+    for part, file in _frames().get(call.function, ()):
+        if call.file.endswith(file):
+            yield part
+
+
+def _parts_of_operation(operation: Operation) -> Iterator[Part]:
+    for entry in table():
+        for part in entry.operations:
+            name, *sizes = part.split()
+            is_alike = msgspec.structs.replace(operation, name=name).kind == operation.kind
+            if is_alike and operation.sizes[: len(sizes)] == tuple(map(int, sizes)):
+                yield Part(entry.title, part)
+
+
+def _seen(evidence: Evidence) -> Iterator[tuple[Part, Observation]]:
+    for remark in evidence.of("looks like"):
+        yield Part(*remark.values), Observation(remark.text, remark.source)
+    for rank in evidence.ranks.values():
+        for stack in (*rank.stacks, *rank.later):
+            for call in stack.calls:
+                for part in parts_of_call(call):
+                    yield part, Observation(f"rank {rank.rank} is in {call}", stack.source)
+    waits = [(f"rank {rank}", operation) for rank, operation in evidence.operations()]
+    for whose, one in (*waits, *(("a rank", one) for one in evidence.loose)):
+        if one.is_pending:
+            where = [(part, f", called by {call}") for call in one.calls for part in parts_of_call(call)]
+            for part, called in (*((part, "") for part in _parts_of_operation(one)), *where):
+                yield part, Observation(f"{whose} waits in {one.label}{called}", one.source)
+
+
+def looks_like(evidence: Evidence) -> tuple[Likeness, ...]:
+    """Return the threads that evidence looks like, at most `MOST`; of which most parts were seen, first."""
+    seen: dict[str, dict[str, Observation]] = defaultdict(dict)
+    for part, observation in _seen(evidence):
+        seen[part.title].setdefault(part.part, observation)
+    found = [entry for entry in table() if len(seen.get(entry.title, ())) >= entry.needs]
+    found.sort(key=lambda entry: -len(seen[entry.title]))
+    return tuple(
+        Likeness(entry.title, entry.thread, entry.cause, entry.cure, tuple(seen[entry.title].values()))
+        for entry in found[:MOST]
+    )

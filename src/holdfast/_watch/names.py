@@ -1,0 +1,48 @@
+"""One table of the names of operations: what a log, a flight record and a roll call call the same one."""
+
+from __future__ import annotations
+
+import re
+
+_FAMILIES = {
+    # NCCL's barrier is an all_reduce of one element, and a log calls it so.
+    "all_reduce": ("allreducebarrier", "allreducesparse", "sparseallreduce", "allreducecoalesced"),
+    # A list of tensors or one tensor: the backend's call is the same.
+    "all_gather": (
+        "allgatherbase",
+        "allgatherintotensor",
+        "allgatherintotensorcoalesced",
+        "allgathercoalesced",
+    ),
+    "reduce_scatter": ("reducescatterbase", "reducescattertensor", "reducescattertensorcoalesced"),
+    "all_to_all": ("alltoallbase", "alltoallsingle"),
+    "broadcast": ("broadcastoop",),
+    "reduce": ("reduceoop",),
+    "gather": (),
+    "scatter": (),
+    "barrier": (),
+    "send": (),
+    "recv": ("recvanysource",),
+    "coalesced": (),
+}
+_FAMILY = {
+    name: family for family, others in _FAMILIES.items() for name in (family.replace("_", ""), *others)
+}
+SAME_SIZES = frozenset({"all_reduce", "broadcast", "reduce"})
+"""Operations whose sizes are the same on all ranks."""
+SAME_SIZES_OF_TENSORS = frozenset({"allgatherbase", "reducescatterbase"})
+"""Those of one tensor each; of a list of tensors, sizes may differ."""
+WAITS_FOR_ALL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
+"""Operations that end nowhere before every rank has come."""
+OF_SOME = frozenset({"send", "recv", "coalesced"})
+"""Operations of some of a group's ranks: others have other numbers."""
+
+
+def plain(name: str) -> str:
+    """Return a name without its backend, underscores and peers, such as `allgatherbase`."""
+    return re.sub(r"[_\s]|\d+(?:->|<-)\d+", "", name.rpartition(":")[2]).lower()
+
+
+def family(name: str) -> str:
+    """Return what an operation is, in torch's words. A name that the table lacks stands for itself."""
+    return _FAMILY.get(plain(name), plain(name))

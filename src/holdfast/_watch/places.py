@@ -1,0 +1,85 @@
+"""Where ranks are and what is known of each: the facts that stacks and the kernel show, in few words."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from holdfast._watch.evidence import Evidence, Rank, is_of_a_library
+from holdfast._watch.positions import BUSY, Position, later_of, position_of, position_of_rank
+from holdfast._watch.verdict import Place, listed
+
+MOVED = 1 << 16
+"""Bytes that are more than signs of life."""
+_CHILD = re.compile(r"(?:^|/)subprocess\.py|popen_\w+\.py|^libc.*waitpid")
+_LOADER = re.compile(r"^(?:_next_data|_get_data|_try_get_data|_next_index)$")
+SHOWN = 8
+"""Places that are told."""
+
+
+def places(evidence: Evidence) -> tuple[Place, ...]:
+    """Group ranks by where they are, the fewest first."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for number in sorted(evidence.shown()):
+        rank = evidence.ranks[number]
+        one = position_of_rank(rank)
+        found[f"{_does(one)} at {one.call}" + (f", in {rank.phase}" if rank.phase else "")].append(number)
+    return tuple(
+        Place(tuple(ranks), text) for text, ranks in sorted(found.items(), key=lambda item: len(item[1]))
+    )
+
+
+def _does(one: Position) -> str:
+    return {"differentiates": "is in backward", "exits": "is at its exit,"}.get(one.does, one.does)
+
+
+def known_of(evidence: Evidence, ranks: Iterable[int]) -> tuple[Place, ...]:
+    """Say what is known of each of these ranks; those of which the same is known are one place."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for number in ranks:
+        rank = evidence.ranks.get(number)
+        found["; ".join(_facts(rank)) if rank is not None else "it has not answered"].append(number)
+    return tuple(Place(tuple(numbers), text) for text, numbers in list(found.items())[:SHOWN])
+
+
+def _facts(rank: Rank) -> Iterator[str]:
+    yield from (ending.what for ending in rank.endings[:2])
+    if rank.state:
+        yield rank.state
+    if not rank.stacks:
+        if not rank.endings and not rank.state:
+            yield (
+                "it has issued nothing that fits"
+                if rank.operations or rank.progress
+                else "its stacks are not known"
+            )
+        return
+    one = position_of_rank(rank)
+    later = later_of(rank, one.stack)
+    inner = f" in {one.stack.calls[0]}" if one.call != one.stack.calls[0] else ""
+    where = f"{_does(one)} at {one.call}{inner}"
+    if later is None:
+        yield where
+    elif later.calls == one.stack.calls:
+        yield f"{where}, at both looks"
+    else:
+        yield f"{where}, and moves: later at {position_of(later).call}"
+    if rank.busy is not None:
+        yield f"uses the CPU {rank.busy:.0%} of the time" if rank.busy > BUSY else "uses little CPU"
+    if rank.moved > MOVED:
+        yield f"has moved {rank.moved / 1e6:.1f} MB between the looks"
+    if any(_CHILD.search(call.file) for call in one.stack.calls[:4]):
+        yield "waits for a child process"
+    if any(_LOADER.match(call.function) for call in one.stack.calls):
+        yield "waits for its data loader"
+    if rank.phase:
+        yield f"in phase {rank.phase}"
+    own = [position_of(stack) for stack in rank.stacks if stack is not one.stack]
+    threads = [other for other in own if not is_of_a_library(other.call)]
+    yield from (f"thread {other.stack.thread} {_does(other)} at {other.call}" for other in threads[:2])
+
+
+def told(found: Iterable[Place]) -> list[str]:
+    """Format places, a line each."""
+    return [f"{listed(one.ranks)}: {one.text}" for one in list(found)[:SHOWN]]

@@ -1,0 +1,210 @@
+"""Who waits for whom, by the number of collectives that each rank has issued in each group.
+
+Operations are joined by group and number. A thread of a rank waits in an operation that is pending and that a
+member of its group has not come to. Where stacks are known, the thread that has issued it must be blocked: an
+operation may go on in the background while its rank is elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from holdfast._watch.evidence import ROLL_CALL, UNKNOWN, Evidence, Operation, Rank, Stack
+from holdfast._watch.names import OF_SOME
+from holdfast._watch.positions import is_held, may_be_at_its_gpu, position_of, position_of_rank, rests_in_c
+
+Table = dict[str, dict[int, dict[int, Operation]]]
+"""By group and number, the operation of each rank."""
+Thread = tuple[int, str]
+"""A rank, and what identifies one of its threads; "" is the main thread."""
+
+
+def table_of(evidence: Evidence) -> Table:
+    """Join the operations of all ranks by group and number."""
+    table: Table = defaultdict(lambda: defaultdict(dict))
+    groups = {one.group for _, one in evidence.operations() if one.group}
+    alone = next(iter(groups)) if len(groups) == 1 else ""
+    # Where a rank counts otherwise in its group, groups of some ranks are in use, and a rank 1 may be of any.
+    in_parts = any(one.group_rank not in (None, rank) for rank, one in evidence.operations() if not one.group)
+    for rank, one in evidence.operations():
+        group = one.group
+        if one.kind in OF_SOME or group.endswith("/p2p") or one.number == UNKNOWN:
+            continue
+        if group.startswith("PG ") and one.group_rank != rank:
+            continue  # other groups of other ranks have the same local number
+        if (
+            not group
+            and one.group_rank == rank
+            and not in_parts
+            and (not groups or alone.endswith(":default_pg"))
+        ):
+            # A line without a group, of a rank that counts in it as in the world.
+            group = alone or "default_pg"
+        if group:
+            # The pending one counts, if there was another before.
+            known = table[group][one.number].get(rank)
+            if known is None or not known.is_pending:
+                table[group][one.number][rank] = one
+    return table
+
+
+class Wait(NamedTuple):
+    """A thread that waits in an operation for ranks that have not come to it."""
+
+    thread: Thread
+    group: str
+    operation: Operation
+    absent: frozenset[int]
+    is_sure: bool = True
+    """False: the thread rests at a line of the program, which may be `work.wait()`, or something else."""
+
+    @property
+    def rank(self) -> int:
+        return self.thread[0]
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What all threads that wait for the same ranks have in common."""
+        own = -2 - self.rank  # a message has no number that its two ranks have in common
+        return self.group, own if self.operation.number == UNKNOWN else self.operation.number
+
+
+class Waits:
+    """All waits that counts show."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self.of: dict[Thread, Wait] = {}
+        """The first of each thread."""
+        self.whole: list[tuple[str, int, dict[int, Operation]]] = []
+        """Pending operations that every member has come to: group, number, and what each rank has issued."""
+        self._next: dict[tuple[str, int], list[Thread]] = {}
+        self._entered: dict[tuple[str, int], int] = {}
+        self._counted = {rank for rank, _ in evidence.operations()}
+        for seen in evidence.ranks.values():
+            for progress in seen.progress:
+                self._counted.add(seen.rank)
+                self._entered[progress.group, seen.rank] = progress.enqueued
+        # Who has ended comes no more, and who has answered a roll call itself has read its record, which may
+        # be empty. Of others without any count, nothing is known.
+        answered = {rank for rank, stack in evidence.shown().items() if stack.ident}
+        self._counted |= answered | {rank.rank for rank in evidence.ranks.values() if rank.endings}
+        table = table_of(evidence)
+        for group, numbers in table.items():
+            for number, ranks in numbers.items():
+                for rank in ranks:
+                    self._entered[group, rank] = max(number, self._entered.get((group, rank), 0))
+        for group, numbers in table.items():
+            # Without the list of members, the ranks that were seen in the group.
+            seen_in_it = {rank for ranks in numbers.values() for rank in ranks}
+            members = set(evidence.members.get(group, seen_in_it)) & self._counted
+            for number, ranks in sorted(numbers.items()):
+                self._note(group, number, ranks, members)
+        self._opens = {
+            rank: (stack.names["group_name"], stack.names.get("members", ""))
+            for rank, stack in evidence.shown().items()
+            if "group_name" in stack.names
+        }
+        for seen in evidence.ranks.values():
+            self._note_unrecorded(seen)
+
+    def _note(self, group: str, number: int, ranks: dict[int, Operation], members: set[int]) -> None:
+        pending = {rank: one for rank, one in ranks.items() if one.is_pending}
+        absent = frozenset(rank for rank in members if self._entered.get((group, rank), 0) < number)
+        everyone = set(self._evidence.members.get(group, ())) or set(range(self._evidence.world_size or 0))
+        unheard = set(self._evidence.members.get(group, ())) - self._evidence.ranks.keys()
+        called = any(one.source == ROLL_CALL for one in pending.values())
+        if called and pending.keys() == everyone - unheard and 0 < 2 * len(unheard) < len(everyone):
+            # All others have come, and these have not answered: if they had come, it would be over.
+            absent = frozenset(unheard)
+        if pending and not absent and set(pending) == everyone and len(everyone) > 1:
+            self.whole.append((group, number, pending))
+        for rank, one in pending.items() if absent else ():
+            found = self._blocked_thread(self._evidence.ranks[rank], one)
+            if found is not None:
+                thread = rank, found[0]
+                self.of.setdefault(thread, Wait(thread, group, one, absent, found[1]))
+
+    def _note_unrecorded(self, seen: Rank) -> None:
+        """Note what no record has: messages of gloo, and groups that are being opened."""
+        if not seen.stacks:
+            return
+        position = position_of_rank(seen)
+        thread, names = (seen.rank, _name(seen, position.stack)), position.stack.names
+        if thread in self.of or not is_held(seen, position):
+            return
+        group, name, absent = "", "", set[int]()
+        messages = {"send", "recv"} & {call.function for call in position.stack.calls}
+        if messages and names.get("peer", "").isdecimal():
+            name, absent = f"{min(messages)} with rank {names['peer']}", {int(names["peer"])}
+        elif seen.rank in self._opens and names.get("members"):
+            # Members that open another group meanwhile; others may have opened it already.
+            name, group = "opening", names["group_name"]
+            members = set(map(int, names["members"].split(",")))
+            absent = {
+                rank for rank in members & self._opens.keys() if self._opens[rank] != self._opens[seen.rank]
+            }
+        if absent:
+            operation = Operation(group, UNKNOWN, name, "started", position.stack.source)
+            self.of[thread] = Wait(thread, group, operation, frozenset(absent))
+
+    def _blocked_thread(self, rank: Rank, one: Operation) -> tuple[str, bool] | None:
+        """Return the thread that is blocked in an operation, and whether that is sure; None if the operation
+        goes on in the background."""
+        if not rank.stacks:
+            return "", True
+        issued = next((stack for stack in rank.stacks if one.thread and stack.ident == one.thread), None)
+        position = position_of(issued) if issued is not None else position_of_rank(rank)
+        name = _name(rank, position.stack)
+        if is_held(rank, position):
+            return name, True
+        if issued is not None:
+            return (name, False) if rests_in_c(rank, position) else None
+        # What waits for a GPU, as in `.item()`, is at a line of the program.
+        at_its_gpu = one.backend != "gloo" and not one.thread and may_be_at_its_gpu(rank, position)
+        return ("", True) if at_its_gpu else None
+
+    def next(self, wait: Wait) -> list[Thread]:
+        """Return the threads that an operation waits for: in each rank that has not come, the one that has
+        issued operations of this group before, or the main thread."""
+        if wait.key not in self._next:
+            self._next[wait.key] = [
+                (rank, self._thread_for(rank, wait.group)) for rank in sorted(wait.absent)
+            ]
+        return self._next[wait.key]
+
+    def _thread_for(self, rank: int, group: str) -> str:
+        seen = self._evidence.ranks.get(rank)
+        if seen is None:
+            return ""
+        issued = {one.thread for one in seen.operations if one.group == group}
+        return next((_name(seen, stack) for stack in seen.stacks if stack.ident in issued - {""}), "")
+
+    def roots(self) -> set[Thread]:
+        """Return the threads that others wait for and that wait in no operation themselves, or else those of
+        which that is not sure."""
+        waited_for = {thread for wait in self.of.values() for thread in self.next(wait)}
+        sure = {thread: wait for thread, wait in self.of.items() if wait.is_sure}
+        waited_for_surely = {thread for wait in sure.values() for thread in self.next(wait)}
+        return waited_for - self.of.keys() or waited_for_surely - sure.keys()
+
+    def cycle(self) -> list[Wait]:
+        """Return waits of which each is for the next, and the last for the first; or nothing."""
+        over = {thread for thread, wait in self.of.items() if not wait.is_sure}
+        for start in sorted(self.of):
+            way: list[Thread] = []
+            thread: Thread | None = start
+            while thread is not None and thread not in over and thread not in way:
+                way.append(thread)
+                # Of those that it waits for, one that waits itself is enough: all on the way do.
+                thread = next((one for one in self.next(self.of[thread]) if one in self.of), None)
+            if thread in way:
+                return [self.of[one] for one in way[way.index(thread) :]]
+            over.update(way)
+        return []
+
+
+def _name(rank: Rank, stack: Stack) -> str:
+    """Return how a thread is identified here."""
+    return "" if stack is rank.stacks[0] else stack.ident or stack.thread

@@ -1,0 +1,291 @@
+"""Why ranks wait, where the evidence proves it. The line that a rank is at proves no cause."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from holdfast._watch.evidence import CUT_OFF, UNKNOWN, Ending, Evidence, Operation, Rank
+from holdfast._watch.names import SAME_SIZES, SAME_SIZES_OF_TENSORS, WAITS_FOR_ALL, plain
+from holdfast._watch.positions import has_ended, is_in_its_program, position_of_rank
+from holdfast._watch.verdict import Observation, Why, listed
+from holdfast._watch.waits import Table, Waits, table_of
+
+Kind = tuple[str, tuple[int, ...], str, str]
+"""What must be the same on all ranks: the operation, its sizes, its types, and its source."""
+
+
+def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator[Why]:
+    """Yield all causes that are proven, the one that explains most first.
+
+    Args:
+        absent: the ranks that others wait for and that wait for nobody, as far as they are known.
+    """
+    table = table_of(evidence)
+    yield from _died(evidence, absent)
+    yield from _held(evidence, absent)
+    yield from _fingerprints(evidence)
+    yield from _mismatch(evidence, table)
+    yield from _desynchronized(evidence, table)
+    if not absent:
+        yield from _cycle(waits)
+    yield from _ended(evidence, absent)
+    if absent:
+        yield from _died(
+            evidence, frozenset()
+        )  # who is waited for may wait for it in a way that nothing shows
+
+
+def _died(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
+    """A rank raised an error of its own, or was ended, before anybody's timeout, and had none itself."""
+    first_timeout = _first_timeouts(evidence)
+    found: list[tuple[int, Ending]] = []
+    for rank in evidence.ranks.values():
+        for ending in rank.endings:
+            last = (
+                rank.last is None
+                or rank.last.line <= ending.source.line
+                or ending.source.file != rank.last.file
+            )
+            known = ending.is_cause and (ending.is_fatal or last) and not ending.is_clean
+            before = ending.source.line <= first_timeout.get(ending.source.file, ending.source.line)
+            if known and before and not rank.timeouts:
+                found.append((rank.rank, ending))
+    # Others may wait for a rank that lives, and not for this one.
+    if absent and not any(rank in absent for rank, _ in found):
+        return
+    if found:
+        # What the first one raised counts; other errors of other ranks mostly follow from it.
+        found.sort(key=lambda one: one[1].source.line)
+        kind = found[0][1].what.partition(":")[0]
+        same = {rank: ending for rank, ending in reversed(found) if ending.what.partition(":")[0] == kind}
+        yield Why(
+            "died",
+            f"{listed(set(same))} ended: {found[0][1].what}",
+            tuple(sorted(same)),
+            call=found[0][1].call,
+            seen=tuple(
+                Observation(f"rank {rank}: {one.what}", one.source) for rank, one in sorted(same.items())
+            ),
+        )
+
+
+def _first_timeouts(evidence: Evidence) -> dict[str, int]:
+    """Return the line of each file's first timeout."""
+    found: dict[str, int] = {}
+    timeouts = [operation for rank in evidence.ranks.values() for operation in rank.timeouts]
+    for operation in (*timeouts, *evidence.loose):
+        file, line = operation.source
+        found[file] = min(line, found.get(file, line))
+    return found
+
+
+def _held(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
+    """The kernel shows that a rank can't go on."""
+    states = {rank.rank: rank.state for rank in evidence.ranks.values() if rank.state}
+    if absent and not absent & states.keys():
+        return
+    for state in sorted(set(states.values())):
+        ranks = {rank: other for rank, other in states.items() if other == state}
+        yield Why(
+            "unreachable" if state == CUT_OFF else "stopped",
+            f"{listed(set(ranks))}: {state}",
+            tuple(sorted(ranks)),
+            seen=tuple(Observation(f"rank {rank}: {state}", evidence.ranks[rank].last) for rank in ranks),
+        )
+
+
+def _ended(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
+    """A rank has ended, with success or nobody knows how, or has left its program, and others wait for it."""
+    shown = evidence.shown()
+    at = {rank: position_of_rank(evidence.ranks[rank]) for rank in shown}
+    waiting = {
+        rank: stack for rank, stack in shown.items() if at[rank].is_blocked and not at[rank].is_at_its_gpu
+    }
+    if not waiting and not absent:
+        return
+    gone = {
+        rank.rank: ending.what
+        for rank in evidence.ranks.values()
+        for ending in rank.endings
+        if ending.is_clean or (ending.source.file == "kernel" and not ending.is_cause)
+    }
+    if any(is_in_its_program(stack) for stack in waiting.values()):
+        at_its_exit = {
+            rank
+            for rank, stack in shown.items()
+            if rank not in waiting and has_ended(stack) and not evidence.ranks[rank].endings
+        }
+        gone |= dict.fromkeys(at_its_exit, "its program has ended, and it is at its exit")
+    if absent:
+        gone = {rank: how for rank, how in gone.items() if rank in absent}
+        if gone.keys() != absent:
+            return
+    elif any(rank not in waiting for rank in shown.keys() - gone.keys()):
+        return  # one that lives is elsewhere, and may be the one that they wait for
+    if gone and len(gone) < len(evidence.ranks):
+        yield Why(
+            "ended",
+            f"{listed(set(gone))}: {gone[min(gone)]}",
+            seen=tuple(Observation(f"rank {rank}: {how}") for rank, how in sorted(gone.items())[:8]),
+        )
+
+
+def _fingerprints(evidence: Evidence) -> Iterator[Why]:
+    """torch itself (TORCH_DISTRIBUTED_DEBUG=DETAIL) has compared the calls of two ranks."""
+    for remark in evidence.of("fingerprint")[:1]:
+        rank, number, name, shape, other, other_number, other_name, other_shape = remark.values
+        yield Why(
+            "mismatch",
+            f"rank {rank} calls {name} of [{shape}] as number {number or '?'}, and rank {other} {other_name} "
+            f"of [{other_shape}] as number {other_number or '?'}",
+            seen=(Observation(remark.text[:200], remark.source),),
+        )
+
+
+def _mismatch(evidence: Evidence, table: Table) -> Iterator[Why]:
+    """Ranks have other operations, sizes, types or sources under one number."""
+    for group, numbers in table.items():
+        for number in sorted(numbers):
+            ranks = numbers[number]
+            # A log does not tell the types.
+            typed = all(one.types for one in ranks.values())
+            names = {plain(one.name) for one in ranks.values()}
+            sized = names <= SAME_SIZES_OF_TENSORS or {one.kind for one in ranks.values()} <= SAME_SIZES
+            sources = {rank: _source(evidence.ranks[rank], one) for rank, one in ranks.items()}
+            if len(set(sources.values()) - {""}) > 1:  # what is not known is no difference
+                ranks = {rank: one for rank, one in ranks.items() if sources[rank]}
+            else:
+                sources = dict.fromkeys(ranks, "")
+            kinds = {
+                rank: (one.kind, one.sizes if sized else (), one.types if typed else "", sources[rank])
+                for rank, one in ranks.items()
+            }
+            members = evidence.members.get(group, ())
+            if len(set(kinds.values())) < 2:
+                unequal = _unequal_exchange(ranks, members)
+                if unequal:
+                    yield Why(
+                        "mismatch", f"under number {number} of group {group}, {unequal}", seen=_seen(ranks)
+                    )
+                    break
+                continue
+            counted = Counter(kinds.values()).most_common()
+            # Most of them, and all others alike: then these are the odd ones.
+            clear = len(counted) == 2 and counted[0][1] > max(1, counted[1][1]) and len(ranks) > 2
+            odd = tuple(sorted(rank for rank, kind in kinds.items() if kind != counted[0][0]))
+            said = ", and ".join(_said(kinds, kind) for kind, _ in counted[:3])
+            yield Why(
+                "mismatch",
+                f"under number {number} of group {group}, {said}{_on_two_threads(evidence, group)}",
+                odd if clear else None,
+                call=next(
+                    (one.calls[0] for rank, one in sorted(ranks.items()) if one.calls and rank in odd), None
+                ),
+                seen=_seen(ranks),
+            )
+            break
+
+
+def _seen(ranks: dict[int, Operation]) -> tuple[Observation, ...]:
+    return tuple(observed(rank, ranks[rank]) for rank in sorted(ranks)[:16])
+
+
+def _unequal_exchange(ranks: dict[int, Operation], members: tuple[int, ...]) -> str:
+    """Return whether all that the ranks of an all_to_all send is not all that they receive."""
+    if set(ranks) != set(members) or any(
+        one.kind != "all_to_all" or len(one.sizes) != 2 for one in ranks.values()
+    ):
+        return ""
+    sent, received = (sum(one.sizes[way] for one in ranks.values()) for way in (0, 1))
+    if sent == received:
+        return ""
+    return f"the ranks of an all_to_all send {sent} elements and receive {received}"
+
+
+def _on_two_threads(evidence: Evidence, group: str) -> str:
+    """Say that a rank has begun operations of one group on two threads: nothing puts them in one order."""
+    for rank in evidence.ranks.values():
+        pending = [one for one in rank.operations if one.group == group and one.is_pending and one.thread]
+        if len({one.thread for one in pending}) > 1:
+            return f"; rank {rank.rank} has issued operations of this group on two threads"
+    return ""
+
+
+def _source(rank: Rank, one: Operation) -> str:
+    """Return the rank that a broadcast comes from, as a roll call has read it of the thread that waits."""
+    pending = [other for other in rank.operations if other.is_pending and other.thread == one.thread]
+    if one.kind != "broadcast" or not one.thread or pending != [one]:
+        return ""
+    return next((stack.names.get("peer", "") for stack in rank.stacks if stack.ident == one.thread), "")
+
+
+def _said(kinds: dict[int, Kind], kind: Kind) -> str:
+    ranks = {rank for rank, other in kinds.items() if other == kind}
+    name, sizes, types, source = kind
+    parts = (
+        f"{listed(ranks)} issued {name}",
+        f"of {' to '.join(map(str, sizes))} elements" if sizes else "",
+        f"of {types}" if types else "",
+        f"from rank {source}" if source else "",
+    )
+    return " ".join(filter(None, parts))
+
+
+def observed(rank: int, one: Operation) -> Observation:
+    sizes = f" ({' to '.join(map(str, one.sizes))} elements)" if one.sizes else ""
+    state = "pending" if one.is_pending and one.state != "timed out" else one.state
+    return Observation(f"rank {rank}: {one.label}{sizes} {state}", one.source)
+
+
+def _desynchronized(evidence: Evidence, table: Table) -> Iterator[Why]:
+    """A rank has timed out in an operation that another rank, of the same group, has left long ago."""
+    farthest: dict[str, tuple[int, int]] = {}
+    for rank in evidence.ranks.values():
+        for progress in rank.progress:
+            if progress.completed > farthest.get(progress.group, (0, -1))[1]:
+                farthest[progress.group] = rank.rank, progress.completed
+    for group, numbers in table.items():
+        other, completed = farthest.get(group, (0, -1))
+        for number in sorted(numbers):
+            late = [rank for rank, one in numbers[number].items() if one.state == "timed out"]
+            stuck = [rank for rank in late if rank != other]
+            # Not the next number: a broken connection may let some ranks complete an operation.
+            if stuck and completed > number and numbers[number][stuck[0]].kind in WAITS_FOR_ALL:
+                yield Why(
+                    "mismatch",
+                    f"in group {group}, rank {stuck[0]} waits in number {number}, which rank {other} has "
+                    "completed: their numbers stand for different calls, since before that number",
+                    seen=(
+                        observed(stuck[0], numbers[number][stuck[0]]),
+                        Observation(f"rank {other} has completed {completed}"),
+                    ),
+                )
+                return
+
+
+def _cycle(waits: Waits) -> Iterator[Why]:
+    """Ranks wait for each other across groups or threads."""
+    circle = waits.cycle()
+    if len({wait.key for wait in circle}) < 2:
+        return
+    sides: dict[tuple[str, int], set[int]] = {wait.key: set() for wait in circle}
+    for wait in waits.of.values():
+        sides.setdefault(wait.key, set()).add(wait.rank)
+    few = min((sides[wait.key] for wait in circle), key=len)
+    between_two = all(wait.operation.number == UNKNOWN for wait in circle)
+    few = {wait.rank for wait in circle} if between_two else few
+    waiting = {wait.rank for wait in waits.of.values()}
+    clear = between_two or (len(sides) == 2 and 2 * len(few) < len(waiting))
+    parts = [
+        f"rank {wait.rank} waits in {wait.operation.label}"
+        + (f" of group {wait.group}" if wait.group else "")
+        for wait in circle[:6]
+    ]
+    yield Why(
+        "cycle",
+        f"{', '.join(parts)}; each for the next, and the last for the first",
+        tuple(sorted(few)) if clear else None,
+        call=next(iter(circle[0].operation.calls), None),
+        seen=tuple(observed(wait.rank, wait.operation) for wait in circle[:8]),
+    )
