@@ -34,7 +34,7 @@ from holdfast._roster.whereabouts import Inquiry
 from holdfast._values import Message
 from holdfast._watch import roll_call
 from holdfast._watch.answering import Answering
-from holdfast._watch.own_stacks import evidence_here
+from holdfast._watch.own_stacks import Look
 from holdfast.errors import HoldfastError, RankFailed
 from tests.docs.pages import ROOT, table, text
 from tests.support.strangers import Attacked, Stranger, job_of, on_each
@@ -220,8 +220,8 @@ def roll(roster: Attacked, folder: Path, number: int) -> str:
     meet(roster, f"test/called{number}")
     answering = called(calls, roster)
     if answering is not None:
-        found, members = evidence_here(1, beacon.operations)
-        answering._put(1, found.__class__(1, busy=0.25), members)
+        look = Look(1, beacon.operations)
+        answering._put(1, look.found.__class__(1, busy=0.25), look.members)
     roster.put(f"test/answered{number}", {})
     if answering is None:
         raise HoldfastError("No call was seen.")
