@@ -2,9 +2,9 @@
 
     python -m tests.watch.faults [NAME...]
 
-runs them and prints a table: the fault, what is right, what was said, how sure, and what torch's own analysis of
-flight records (`torchfrtrace`) says of the same job. What is right stands in `FAULTS`, and was written down before
-the first run. A program is in `fault_jobs`. A run is over as soon as the result of the call was told.
+runs them and prints a table: the fault, what is right, what was said, and what torch's own analysis of flight
+records (`torchfrtrace`) says of the same job. What is right stands in `FAULTS`; which cause counts as proven was
+written down with the rules, as they told causes of other classes before. A program is in `fault_jobs`. A run is over as soon as the result of the call was told.
 """
 
 from __future__ import annotations
