@@ -119,12 +119,12 @@ class Answering:
         held = self._stand_in(near)
         later = self._later(found, began + self._asked.pause)
         spent = (after - then for after, then in zip(activity_here(), before, strict=True))
-        cpu, moved, woken, stalled = spent
+        cpu, moved, stalled = spent
         span = max(time.monotonic() - began, 0.1)
         # The time of a child that has ended meanwhile is counted no more.
         busy, starved = round(max(cpu, 0.0) / span, 3), round(stalled / span, 3)
         found = look.again(self._beacon.operations, later)
-        seen = {"busy": busy, "moved": int(moved), "woken": int(woken), "starved": starved}
+        seen = {"busy": busy, "moved": int(moved), "starved": starved}
         self._put(rank, msgspec.structs.replace(found, **seen), members)
         for other, one in held.items():
             self._put(other, _seen_again(one), {})

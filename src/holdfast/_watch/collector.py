@@ -38,10 +38,9 @@ class _Seen:
         self.stacks: list[Stack] = []
         self.later: list[Stack] = []
         self.busy: float | None = None
-        self.moved = self.woken = 0
+        self.moved = 0
         self.starved = 0.0
         self.state = self.phase = ""
-        self.steps: int | None = None
         self.last: Source | None = None
 
 
@@ -152,10 +151,8 @@ class Collector:
                 tuple(seen.later),
                 seen.busy,
                 seen.moved,
-                seen.woken,
                 seen.starved,
                 seen.state,
-                seen.steps,
                 seen.phase,
                 seen.last,
             )

@@ -51,7 +51,7 @@ def _with_cause(evidence: Evidence, who: Who | None, why: Why | None) -> Who | N
         waiting = who.waiting if who is not None else ()
         waiting = waiting or tuple(rank.rank for rank in evidence.ranks.values() if rank.timeouts)
         known = known_of(evidence, why.ranks or ())
-        return Who(why.summary, why.ranks, "order", waiting, call=why.call, known=known, seen=why.seen)
+        return Who(why.summary, why.ranks, "cause", waiting, call=why.call, known=known, seen=why.seen)
     if why.ranks is None or (who.ranks and set(why.ranks) <= set(who.ranks)):
         return who
     return msgspec.structs.replace(who, ranks=why.ranks, known=known_of(evidence, why.ranks))

@@ -300,6 +300,6 @@ def read_roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
     seen.endings += found.endings
     seen.stacks += [stack for stack in found.stacks if stack.calls]
     seen.later += [stack for stack in found.later if stack.calls]
-    seen.busy, seen.moved, seen.woken = found.busy, found.moved, found.woken
+    seen.busy, seen.moved = found.busy, found.moved
     seen.starved = found.starved
-    seen.state, seen.phase, seen.steps = found.state, found.phase, found.steps
+    seen.state, seen.phase = found.state, found.phase

@@ -163,15 +163,11 @@ class Rank(msgspec.Struct, frozen=True):
     """The part of the time between the two looks in which it, and its children, used the CPU."""
     moved: int = 0
     """The bytes that it has moved between the two looks, in files and over connections."""
-    woken: int = 0
-    """How often its main thread has waited and gone on between the two looks."""
     starved: float = 0.0
     """The part of the time between the two looks in which its cgroup, or its machine, has waited for
     memory."""
     state: str = ""
     """What the kernel shows of it, such as `stopped by a signal`."""
-    steps: int | None = None
-    """Its last count of batches or steps."""
     phase: str = ""
     last: Source | None = None
     """The last line of it that was read."""

@@ -236,18 +236,12 @@ class LogReader:
     def _signature(self, text: str, rank: int | None, source: Source) -> bool:
         if (size := form.WORLD.search(text)) is not None:
             self._to.note_world(int(size[1]))
-        if (steps := form.STEPS.search(text)) is not None:
-            named = form.NAMED.search(text, 0, steps.start())
-            whose = int(named[1]) if named is not None else rank
-            if whose is not None:
-                self._to.rank(whose).steps = int(steps[1])
-                self._to.rank(whose).last = source
         if (print_ := form.FINGERPRINT.search(text)) is not None:
             self._to.remark("fingerprint", text, source, *(value or "" for value in print_.groups()))
         elif (barrier := form.BARRIER.search(text)) is not None:
             self._to.remark("barrier", text, source, barrier[1].replace(" ", ""))
         else:
-            return size is not None or steps is not None
+            return size is not None
         return True
 
     # -- launchers and Python -----------------------------------------------------------------------------

@@ -28,10 +28,8 @@ _FAMILIES = {
 _FAMILY = {
     name: family for family, others in _FAMILIES.items() for name in (family.replace("_", ""), *others)
 }
-SAME_SIZES = frozenset({"all_reduce", "broadcast", "reduce"})
-"""Operations whose sizes are the same on all ranks."""
-SAME_SIZES_OF_TENSORS = frozenset({"allgatherbase", "reducescatterbase"})
-"""Those of one tensor each; of a list of tensors, sizes may differ."""
+SAME_SIZES = frozenset({"allreduce", "broadcast", "allgatherbase", "reducescatterbase"})
+"""Names of operations whose sizes are the same on all ranks; of others, as of lists, they may differ."""
 WAITS_FOR_ALL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Operations that end nowhere before every rank has come."""
 OF_SOME = frozenset({"send", "recv", "coalesced"})

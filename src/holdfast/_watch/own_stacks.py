@@ -16,7 +16,7 @@ import torch.distributed as dist
 from holdfast import events
 from holdfast._exits import uncaught
 from holdfast._roster.beacon import Presence
-from holdfast._roster.process import activity, memory_stall, wakes
+from holdfast._roster.process import activity, memory_stall
 from holdfast._torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import MOST_CALLS, operations_of, progress_of
@@ -53,16 +53,15 @@ def stacks_here() -> tuple[Stack, ...]:
     )
 
 
-def activity_here() -> tuple[float, float, int, float]:
+def activity_here() -> tuple[float, float, float]:
     """Return the seconds of CPU time of the program's threads and children, the bytes that these have moved,
-    how often the main thread has waited and gone on, and the seconds in which the machine has waited for
-    memory; zeros where that can't be read. A child that comes or goes counts as movement, too."""
+    and the seconds in which the machine has waited for memory; zeros where that can't be read. A child that
+    comes or goes counts as movement, too."""
     with suppress(OSError, ValueError):
         cpu, moved = activity()
         ours = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("holdfast-")}
-        woken = wakes(threading.main_thread().native_id or 0)
-        return sum(cpu[thread] for thread in cpu.keys() - ours), float(sum(moved)), woken, memory_stall()
-    return 0.0, 0.0, 0, 0.0
+        return sum(cpu[thread] for thread in cpu.keys() - ours), float(sum(moved)), memory_stall()
+    return 0.0, 0.0, 0.0
 
 
 def _stack(thread: str, ident: int, frame: FrameType | None) -> Stack:

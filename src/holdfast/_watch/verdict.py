@@ -32,7 +32,7 @@ class Who(msgspec.Struct, frozen=True):
     """Those that are not there and wait for nobody, or that are unlike the others. Empty: nobody is missing;
     None: not known."""
     basis: str
-    """`counts`, `stacks`, `log` or `kernel`: what shows it."""
+    """What shows it: `counts`, `stacks`, `log`, or `cause`, if only the cause does."""
     waiting: tuple[int, ...] = ()
     absent: tuple[int, ...] = ()
     """Those that have not come to where the others wait, and wait for nobody."""
@@ -50,20 +50,20 @@ class Who(msgspec.Struct, frozen=True):
 
 MEANS = {
     "died": "a rank has raised an error or was ended, before any timeout",
-    "ended": "the program or process of a rank has ended, without a known error, and the others wait for it",
+    "ended": "the program or process of a rank has ended, without a known error, while others wait",
     "mismatch": "ranks have issued other operations, sizes, types or sources under one number of a group",
     "cycle": "ranks wait for each other across groups: in other orders, or with one operation more or less",
     "unreachable": "the host of a rank does not answer any more: it is down, or cut off",
-    "stopped": "the kernel holds the process of a rank",
+    "stopped": "the process of a rank is stopped, by a signal or a debugger",
 }
 """The causes that evidence can prove."""
 TODO = {
-    "died": "Mend that error; the timeouts of the other ranks follow from it.",
+    "died": "Look at that error first: a rank that waits for this one can not go on.",
     "ended": "Compare how often ranks come to this operation: batches, steps, conditions.",
     "mismatch": "Compare what these ranks execute before that number: order of loops, conditions, shapes.",
     "cycle": "Issue these operations in one order on all ranks, and on each as often.",
     "unreachable": "Look at that host and its network.",
-    "stopped": "Look at what holds it: a debugger, SIGSTOP, a freezer, storage that does not answer.",
+    "stopped": "Look at what has stopped it: SIGSTOP, a debugger, a job control shell.",
 }
 IN_A_SAVE = "import holdfast; holdfast.install(): its saves issue no collective, so that nobody waits in one"
 """What removes a hang whose collective is a save's."""

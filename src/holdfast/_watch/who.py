@@ -43,15 +43,18 @@ def _by_counts(evidence: Evidence, waits: Waits) -> Iterator[Who]:
     behind = set(waiting) - {one.rank for one in same}
     what = f"{first.operation.label}" + (f" of group {first.group}" if first.group else "")
     text = f"{listed({one.rank for one in same})} {_wait(len(same))} in {what}"
-    text += (f" for {seconds:.0f} s" if seconds else "") + (
-        f", and {listed(behind)} behind" if behind else ""
-    )
-    if here := absent & first.absent:
+    text += f" for {seconds:.0f} s" if seconds else ""
+    here, unheard = absent & first.absent, absent - evidence.ranks.keys()
+    if here and here == unheard:
+        text += f"; all others have come to it, and {listed(here)} {_has(here)} not answered"
+    elif here:
         text += f"; {listed(here)} {_has(here)} not come to it"
     if others := absent - first.absent:
         text += f"; {listed(others)}, for which ranks wait elsewhere, {_has(others)} not come either"
-    if not absent and circle:
-        text += f", for {listed(first.absent)}, which {_wait(len(first.absent))}, too"
+    if not absent:
+        wait_too = _wait(len(first.absent)) if circle else "may wait"
+        text += f", for {listed(first.absent)}, which {wait_too}, too"
+    text += f"; {listed(behind)} {_wait(len(behind))} in other operations" if behind else ""
     calls = {rank: position_of_rank(evidence.ranks[rank]).call for rank in absent & evidence.shown().keys()}
     yield Who(
         text,
@@ -114,7 +117,9 @@ def _nobody_is_missing(evidence: Evidence, waits: Waits) -> Iterator[Who]:
     group, number, ranks = waits.whole[0]
     first = ranks[min(ranks)]
     sizes = {one.sizes for one in ranks.values()}
-    differ = ", with different sizes, which only given splits allow" if len(sizes) > 1 else ""
+    # Of operations whose sizes must not differ, it is a mismatch; those of gathers mostly do.
+    exchange = len(sizes) > 1 and first.kind == "all_to_all"
+    differ = ", with different sizes, which only given splits allow" if exchange else ""
     # The log and the flight record may both tell of it, and only the record says whether it started.
     held = {
         rank

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from holdfast._watch.evidence import CUT_OFF, UNKNOWN, Ending, Evidence, Operation, Rank
-from holdfast._watch.names import SAME_SIZES, SAME_SIZES_OF_TENSORS, WAITS_FOR_ALL, plain
+from holdfast._watch.names import SAME_SIZES, WAITS_FOR_ALL, plain
 from holdfast._watch.positions import has_ended, is_in_its_program, position_of_rank
 from holdfast._watch.verdict import Observation, Why, listed
 from holdfast._watch.waits import Table, Waits, table_of
@@ -31,9 +31,8 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
         yield from _cycle(waits)
     yield from _ended(evidence, absent)
     if absent:
-        yield from _died(
-            evidence, frozenset()
-        )  # who is waited for may wait for it in a way that nothing shows
+        # The ranks that others wait for may wait for a dead one in a way that nothing shows.
+        yield from _died(evidence, frozenset())
 
 
 def _died(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
@@ -81,8 +80,12 @@ def _first_timeouts(evidence: Evidence) -> dict[str, int]:
 
 
 def _held(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
-    """The kernel shows that a rank can't go on."""
-    states = {rank.rank: rank.state for rank in evidence.ranks.values() if rank.state}
+    """The kernel shows that a rank can't go on. One that is in a call of storage may go on at any time."""
+    states = {
+        rank.rank: rank.state
+        for rank in evidence.ranks.values()
+        if rank.state == CUT_OFF or rank.state.startswith("stopped")
+    }
     if absent and not absent & states.keys():
         return
     for state in sorted(set(states.values())):
@@ -150,8 +153,7 @@ def _mismatch(evidence: Evidence, table: Table) -> Iterator[Why]:
             ranks = numbers[number]
             # A log does not tell the types.
             typed = all(one.types for one in ranks.values())
-            names = {plain(one.name) for one in ranks.values()}
-            sized = names <= SAME_SIZES_OF_TENSORS or {one.kind for one in ranks.values()} <= SAME_SIZES
+            sized = {plain(one.name) for one in ranks.values()} <= SAME_SIZES
             sources = {rank: _source(evidence.ranks[rank], one) for rank, one in ranks.items()}
             if len(set(sources.values()) - {""}) > 1:  # what is not known is no difference
                 ranks = {rank: one for rank, one in ranks.items() if sources[rank]}
