@@ -24,9 +24,7 @@ from holdfast.errors import NotCommitted
 from tests.integrations.test_torch_dist import empty, same, state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
-ONLY_MARKER = (
-    "holds no committed checkpoint: it holds only the marker that holdfast.dcp.save leaves beside one"
-)
+ONLY_MARKER = "holds no committed checkpoint: it holds only the marker that Holdfast leaves beside one"
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ def _reads_index(original: Callable[..., Metadata]) -> Callable[..., Metadata]:
     def read_metadata(self: FileSystemReader, *args: Any, **named: Any) -> Metadata:
         folder = Path(self.path)
         reader, is_ours = HoldfastReader(folder), (folder / INDEX).exists()
-        # `holdfast.save` wrote it; `holdfast.dcp.save` leaves a `.metadata`, which says more of the names.
+        # `holdfast.save` wrote it; where a `.metadata` is beside the index, it says more of the names.
         if is_ours and not (folder / METADATA).exists():
             metadata = reader.read_metadata()
             metadata.storage_data = {}

@@ -45,6 +45,9 @@ EXIT_STUCK = 86
 another rank had failed."""
 PATIENCE = 5.0
 """Seconds more than twice the grace, after which a process that is stuck on its way out is ended."""
+NOTICED = 0.3
+"""Seconds after the end of a process in which its launcher has noticed it. torchrun looks every 0.1 s, and of
+processes that it finds ended at one look it takes the lowest rank for the cause."""
 TOLD = "_holdfast_told"
 """An attribute of exceptions that are on the terminal already."""
 
@@ -192,23 +195,21 @@ class Leaving:
         known = self.watch.known(first) if first is not None and first != self.watch.roster.rank else None
         if known is not None and first != self.watch.server:
             self.watch.wait_for("left", [known.who.rank], ends)
-            self._see_off(known, time.monotonic() + 0.5)
+            self._see_off(known, min(time.monotonic() + 2.0, ends))
         self.leave_in_order(ends)
         if first == self.watch.server:  # which has waited for all others
             self._see_off(known, ends)
 
     def _see_off(self, known: Vitals | None, ends: float) -> None:
-        """Wait until the process of the rank that failed has ended.
+        """Wait until the process of the rank that failed has ended, and its launcher has noticed.
 
         This rank's own lines are printed by then, so the traceback of that rank comes last.
         """
-        while (
-            known is not None
-            and time.monotonic() < ends
-            and known.who.is_of_this_machine()
-            and known.who.state()
-        ):
+        if known is None or not known.who.is_of_this_machine():
+            return
+        while known.who.state() and time.monotonic() < ends:
             time.sleep(0.02)
+        time.sleep(NOTICED)
 
     def _let_go_of_saves(self, ends: float) -> None:
         """Wait for saves under way, then cancel the rest on all ranks, as a part of the session's failure."""

@@ -24,6 +24,7 @@ from holdfast._format.names import (
 )
 from holdfast._format.torch_dist import only_one
 from holdfast._format.torch_objects import allowing
+from holdfast._integrations import dcp_metadata
 from holdfast._integrations.arguments import taking_those_of
 from holdfast._integrations.foreign_errors import of_megatron, raising
 from holdfast._integrations.megatron import mcore
@@ -32,6 +33,7 @@ from holdfast._io.open_checkpoint import open_source
 from holdfast._io.small_files import read_file
 from holdfast._io.stored_object import read_object
 from holdfast._layout.tensor import OBJECT
+from holdfast._state.leaf import Flat
 from holdfast._state.memory import torch_dtype
 from holdfast._store.base import Store, replace_file
 from holdfast._store.local import open_store
@@ -119,14 +121,14 @@ def load_sharded_metadata(
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
     """Return whether the folder has a committed Holdfast checkpoint, or one that stock megatron-core knows.
 
-    A Holdfast checkpoint with `.metadata` was saved through DCP's functions, and does not count: frameworks
-    distinguish their two formats by this.
+    A Holdfast checkpoint with `.metadata`, but without `metadata.json`, was saved through DCP's functions,
+    and does not count: frameworks distinguish their two formats by this.
     """
     if not checkpoint_dir:
         return False
     # The index, not the configuration, makes a folder a checkpoint of ours.
     if Path(checkpoint_dir, INDEX).exists():
-        return not Path(checkpoint_dir, METADATA).exists()
+        return Path(checkpoint_dir, CONFIG).exists() or not Path(checkpoint_dir, METADATA).exists()
     config = mcore.maybe_load_config(os.fspath(checkpoint_dir))
     # Our configuration without an index is no checkpoint.
     return config is not None and config.sharded_backend != HOLDFAST_CONFIG["sharded_backend"]
@@ -167,8 +169,11 @@ def note_strategies(*strategies: object) -> None:
 
 
 def mark(store: Store) -> None:
-    """Write the file by which frameworks recognise a distributed checkpoint. Holdfast looks for the index."""
+    """Write the files by which frameworks, and tools of torch DCP, recognise a distributed checkpoint.
+    Holdfast looks for the index."""
     write_after_commit(store, CONFIG, json.dumps(HOLDFAST_CONFIG))
+    # After that one, without which it would be the mark of a save through DCP's functions.
+    dcp_metadata.mark(store, Flat(), save_id="")
 
 
 def write_after_commit(store: Store, name: str, text: str) -> None:

@@ -31,9 +31,6 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     holdfast.install(checkpoints=False, guard=False)
-    for _ in range(20):
-        time.sleep(0.1)  # a warm-up of the network
-        dist.barrier()
     store = dist.PrefixStore("index", dist.distributed_c10d._get_default_store())
     path = Path(os.environ["RUN_FOLDER"], "samples.db")
     if dist.get_rank() == 0:
