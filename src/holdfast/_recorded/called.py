@@ -11,12 +11,12 @@ from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
+from holdfast._recorded.timeline import text
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.evidence import Call, Evidence
 from holdfast._watch.positions import Position, position_of_rank
 from holdfast._watch.read import read_all
 from holdfast._watch.shared_call import ROLL_CALLS
-from holdfast._watch.timeline import text
 from holdfast._watch.verdict import Diagnosis
 from holdfast.errors import BadInput, HoldfastError
 
