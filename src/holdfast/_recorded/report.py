@@ -13,7 +13,7 @@ from pathlib import Path
 
 from holdfast._io.index_file import open_index
 from holdfast._page import filled
-from holdfast._recorded.called import Called, positions, read_called, roll_calls, tree
+from holdfast._recorded.called import Called, read_called, roll_calls, tree
 from holdfast._recorded.calls import Call, joined, outliers, waits
 from holdfast._recorded.event_log import read_events
 from holdfast._recorded.timeline import WORKING, RankTimeline, number, text, timeline_of
@@ -156,7 +156,7 @@ def _called(called: Called, is_newest: bool) -> Message:
         who, why = called.found.who, called.found.why
         told["todo"] = TODO[why.kind] if why is not None else ""
         guilty = set(who.ranks or ()) if who is not None else set()
-        shown = positions(called.evidence)
+        shown = called.evidence.shown()
         size = max([*called.evidence.ranks, (called.found.world_size or 1) - 1]) + 1
         width = -(-size // COLUMNS)
         told["width"] = width
