@@ -26,9 +26,9 @@ from holdfast._cli import doctor as doctor_command
 from holdfast._groups.audit import doctor
 from holdfast._groups.audit.hazards import ProcessFacts
 from holdfast._heart import heart
+from holdfast._recorded.event_log import read_events
 from holdfast._recording import Recorder
 from holdfast._watch import shared_call
-from holdfast._watch.event_log import read_events
 from holdfast.errors import BadInput
 from tests.support.waiting import wait_until
 

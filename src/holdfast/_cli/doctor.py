@@ -10,10 +10,10 @@ from holdfast._cli import output
 from holdfast._cli.diagnose import show
 from holdfast._groups.audit.doctor import ask, variables_of
 from holdfast._groups.audit.hazards import NAMES, Hazard, ProcessFacts, hazards, of_variables
+from holdfast._groups.audit.known import affects, redirecting_bridges, versions_here
 from holdfast._integrations.versions import found_frameworks
 from holdfast._options import all_variables
 from holdfast._watch.diagnose import diagnose
-from holdfast._watch.known import affects, redirecting_bridges, versions_here
 from holdfast._watch.read import read_all
 from holdfast._watch.shared_call import ask_for_call, wait_for_answers
 from holdfast.errors import BadInput

@@ -7,9 +7,9 @@ import time
 import click
 
 from holdfast._cli import output
+from holdfast._recorded.report import Run, facts, page_of
+from holdfast._recorded.trace import write_trace
 from holdfast._values import size_text
-from holdfast._watch.report import Run, facts, page_of
-from holdfast._watch.trace import write_trace
 from holdfast.errors import BadInput
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import click
 
 from holdfast._cli import output
+from holdfast._recorded.live import Looker, State
 from holdfast._values import age_text, printable, time_text
-from holdfast._watch.live import Looker, State
 
 SHOWN = 20
 """Lines of ranks."""

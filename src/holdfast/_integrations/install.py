@@ -20,6 +20,7 @@ from holdfast import events
 from holdfast._deadline import check_seconds
 from holdfast._exits import Stage, at_exit, not_at_exit, uncaught
 from holdfast._groups.audit.doctor import serve, stop
+from holdfast._groups.audit.known import affects, versions_here
 from holdfast._groups.ending.system_exit import forget_exits, how_it_ended, see_exits
 from holdfast._groups.lifecycle.state import facts
 from holdfast._groups.lifecycle.state import installed as told_by_doctor
@@ -36,7 +37,6 @@ from holdfast._roster.beacon import Beacon, beacon_of
 from holdfast._roster.process import stack_dump
 from holdfast._torch_private import forget_groups
 from holdfast._under_way import wait_for_works
-from holdfast._watch.known import affects, versions_here
 from holdfast._watch.roll_call import RollCall
 from holdfast.errors import BadInput
 

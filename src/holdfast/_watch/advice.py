@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
-from holdfast._watch.evidence import Evidence, Operation, is_of_a_library
+from holdfast._watch.evidence import Evidence, Operation, Progress, is_of_a_library
 from holdfast._watch.verdict import Observation, listed
 
 MOST = 6
@@ -27,15 +27,13 @@ def advice(evidence: Evidence) -> tuple[Observation, ...]:
 def _timeouts(evidence: Evidence) -> Iterator[Observation]:
     """Who has timed out in which operation, and who has not."""
     groups: dict[str, dict[int, _Waits]] = defaultdict(lambda: defaultdict(dict))
-    for rank in evidence.ranks.values():
-        for one in rank.timeouts:
-            # Where ranks count as in the job, it is the group of all ranks.
-            group = one.group or (_OF_ALL if one.group_rank == rank.rank else "")
-            groups[_named(group)][one.number].setdefault(rank.rank, one)
-    first = {group: min(numbers) for group, numbers in groups.items()}
-    order = sorted(groups, key=lambda group: min(_place(one) for one in groups[group][first[group]].values()))
-    for group in order:
-        yield from _of_group(evidence, group, groups[group][first[group]])
+    for rank, one in evidence.timeouts():
+        # Where ranks count as in the job, it is the group of all ranks.
+        group = one.group or (_OF_ALL if one.group_rank == rank else "")
+        groups[_named(group)][one.number].setdefault(rank, one)
+    first = {group: numbers[min(numbers)] for group, numbers in groups.items()}
+    for group in sorted(first, key=lambda group: min(one.source for one in first[group].values())):
+        yield from _of_group(evidence, group, first[group])
     for one in evidence.loose:
         what = f"rank {one.group_rank} of a group timed out in {one.label}; its rank in the job is not told"
         yield Observation(what, one.source)
@@ -46,12 +44,8 @@ def _named(group: str) -> str:
     return _OF_ALL if group.endswith(_OF_ALL) else group
 
 
-def _place(one: Operation) -> tuple[str, int]:
-    return one.source.file, one.source.line
-
-
 def _of_group(evidence: Evidence, group: str, waits: _Waits) -> Iterator[Observation]:
-    one = min(waits.values(), key=_place)
+    one = min(waits.values(), key=lambda one: one.source)
     where = (f", number {one.number}" if one.number >= 0 else "") + (f" of group {group}" if group else "")
     alike: dict[str, list[int]] = defaultdict(list)
     for rank, other in waits.items():
@@ -65,11 +59,10 @@ def _of_group(evidence: Evidence, group: str, waits: _Waits) -> Iterator[Observa
     at = next((call for call in one.calls if not is_of_a_library(call)), None)
     called = f", called at {at}" if at is not None else ""
     whom = _missing(evidence, group, waits)
-    yield Observation(f"{listed(set(waits))} timed out in {one.name}{where}{called}{whom}", one.source)
+    yield Observation(f"{listed(waits)} timed out in {one.name}{where}{called}{whom}", one.source)
     done = {
-        rank.rank: progress.completed
-        for rank in evidence.ranks.values()
-        for progress in rank.progress
+        rank: progress.completed
+        for rank, progress in evidence.progress()
         if group and _named(progress.group) == group
     }
     if ahead := {rank for rank, number in done.items() if number >= one.number >= 0}:
@@ -97,48 +90,39 @@ def _missing(evidence: Evidence, group: str, waits: _Waits) -> str:
     if not missing:
         sure = len(waits) > 1 and (evidence.world_size or not is_of_all) and not evidence.hidden
         return "; these are all of its ranks, and none is missing" if sure else ""
-    elsewhere = [
-        f"rank {rank} in {evidence.ranks[rank].timeouts[0].label}"
-        for rank in sorted(missing & evidence.ranks.keys())
-        if evidence.ranks[rank].timeouts
-    ]
-    if elsewhere:
+    rest = [evidence.ranks[rank] for rank in sorted(missing & evidence.ranks.keys())]
+    if elsewhere := [f"rank {one.rank} in {one.timeouts[0].label}" for one in rest if one.timeouts]:
         return f"; other ranks in another one: {', '.join(elsewhere[:MOST])}"
     if len(missing) >= len(waits) or evidence.hidden:
         left_out = f", and Ray has left out {evidence.hidden} lines" if evidence.hidden else ""
         return f"; the log has no timeout of {listed(missing)}{left_out}"
-    never, rest = missing - evidence.ranks.keys(), missing & evidence.ranks.keys()
+    never = missing - evidence.ranks.keys()
     parts = [f"no line of {listed(never)}"] if never else []
-    parts += [f"lines of {listed(rest)}, but no timeout"] if rest else []
+    parts += [f"lines of {listed(missing - never)}, but no timeout"] if rest else []
     return f"; the log has {', and '.join(parts)}: look at {listed(missing)}"
 
 
 def _behind(evidence: Evidence) -> Iterator[Observation]:
     """Ranks that have issued fewer collectives of a group than others."""
-    issued: dict[str, dict[int, int]] = defaultdict(dict)
-    for rank in evidence.ranks.values():
-        for one in rank.progress:
-            # Other numbers of torch before 2.5 count on each rank by themselves.
-            if not one.group.startswith("PG ") or _named(one.group) == _OF_ALL:
-                issued[_named(one.group)][rank.rank] = one.enqueued
-    for group, numbers in issued.items():
-        least, most = min(numbers.values()), max(numbers.values())
-        if least < most:
-            behind = {rank for rank, number in numbers.items() if number == least}
-            progress = evidence.ranks[min(behind)].progress
-            source = next(one.source for one in progress if _named(one.group) == group)
-            what = f"{listed(behind)} issued {least} collectives of group {group}, others up to {most}"
-            yield Observation(what, source)
+    issued: dict[str, dict[int, Progress]] = defaultdict(dict)
+    for rank, one in evidence.progress():
+        # Other numbers of torch before 2.5 count on each rank by themselves.
+        if not one.group.startswith("PG ") or _named(one.group) == _OF_ALL:
+            issued[_named(one.group)][rank] = one
+    for group, ranks in issued.items():
+        numbers = {one.enqueued for one in ranks.values()}
+        behind = {rank for rank, one in ranks.items() if one.enqueued == min(numbers)}
+        if len(numbers) > 1:
+            what = f"{listed(behind)} issued {min(numbers)} collectives of group {group}"
+            yield Observation(f"{what}, others up to {max(numbers)}", ranks[min(behind)].source)
 
 
 def _threads(evidence: Evidence) -> Iterator[Observation]:
     """Ranks with collectives on two threads, or in two groups: their order may differ between ranks."""
     for rank in evidence.ranks.values():
-        inside = {
-            stack.thread: next((c for c in stack.calls if c.file.endswith("distributed_c10d.py")), None)
-            for stack in rank.stacks
-        }
-        waits = [f"{thread} in {call.function}" for thread, call in inside.items() if call is not None]
+        inside = [(stack.thread, call) for stack in rank.stacks for call in reversed(stack.calls)]
+        inner = {thread: call for thread, call in inside if call.file.endswith("distributed_c10d.py")}
+        waits = [f"{thread} in {call.function}" for thread, call in inner.items()]
         if len(waits) > 1:
             what = f"rank {rank.rank} is in collectives on {len(waits)} threads: {', '.join(waits)}"
             yield Observation(what, rank.stacks[0].source)
@@ -149,7 +133,7 @@ def _threads(evidence: Evidence) -> Iterator[Observation]:
 
 
 def _heartbeats(evidence: Evidence) -> Iterator[Observation]:
-    ranks = {int(one.values[1]) for one in evidence.of("heartbeat") if one.values[1].isdigit()}
+    ranks = {int(one.values[0]) for one in evidence.of("heartbeat") if one.values[0].isdigit()}
     for one in evidence.of("heartbeat")[:1]:
         what = (
             f"the watchdog of {listed(ranks) if ranks else 'a rank'} stood still, which is no timeout of a "
@@ -160,10 +144,8 @@ def _heartbeats(evidence: Evidence) -> Iterator[Observation]:
 
 def _errors(evidence: Evidence) -> Iterator[Observation]:
     """What ranks raised before anybody's timeout in the same file, memory that was full, and lost peers."""
-    first: dict[str, int] = {}
-    for one in (*(one for _, one in evidence.operations() if one.state == "timed out"), *evidence.loose):
-        first[one.source.file] = min(one.source.line, first.get(one.source.file, one.source.line))
-    ends = [(f"rank {rank.rank}", one) for rank in evidence.ranks.values() for one in rank.endings]
+    first = evidence.first_timeouts()
+    ends = [(f"rank {rank}", one) for rank, one in evidence.endings()]
     for whose, end in (*ends, *(("a rank", end) for end in evidence.raised)):
         is_first = end.source.line < first.get(end.source.file, 0)
         before = ", before the first timeout" if is_first else ""

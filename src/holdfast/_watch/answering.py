@@ -10,9 +10,10 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -74,15 +75,6 @@ class Answer(msgspec.Struct, frozen=True):
     """Ranks whose host does not answer this one any more, and for how many seconds."""
 
 
-class Held(NamedTuple):
-    """A rank that others have to answer for, at the first look."""
-
-    who: Identity
-    found: Rank
-    at: float
-    cpu: float
-
-
 class Answering:
     """One call on one rank."""
 
@@ -118,16 +110,15 @@ class Answering:
         self._over.wait(self._pace + GRACE + 0.1 * near.index(rank))
         held = self._stand_in(near)
         later = self._later(found, began + self._asked.pause)
-        spent = (after - then for after, then in zip(activity_here(), before, strict=True))
-        cpu, moved, stalled = spent
+        cpu, moved, stalled = (after - then for after, then in zip(activity_here(), before, strict=True))
         span = max(time.monotonic() - began, 0.1)
         # The time of a child that has ended meanwhile is counted no more.
         busy, starved = round(max(cpu, 0.0) / span, 3), round(stalled / span, 3)
         found = look.again(self._beacon.operations, later)
         seen = {"busy": busy, "moved": int(moved), "starved": starved}
         self._put(rank, msgspec.structs.replace(found, **seen), members)
-        for other, one in held.items():
-            self._put(other, _seen_again(one), {})
+        for other, seen_again in held.items():
+            self._put(other, seen_again(), {})
         self._look_at_running(near)
         if self._asked.by == rank:
             self._over.wait(self._pace + GRACE)
@@ -234,20 +225,20 @@ class Answering:
         for part in others:
             to.remark("job", part.said(), Source("roll call"))
 
-    def _answers(self, ranks: Iterable[int]) -> dict[int, Message]:
-        ranks = list(ranks)
+    def _answers(self, ranks: Sequence[int]) -> dict[int, Message]:
         answers = self._base.get([f"roll/{self._number}/{rank}" for rank in ranks])
         return {rank: answer for rank, answer in zip(ranks, answers, strict=True) if answer is not None}
 
-    def _stand_in(self, near: list[int]) -> dict[int, Held]:
-        """Answer for ranks of this machine that have not. Return those that live."""
+    def _stand_in(self, near: list[int]) -> dict[int, partial[Rank]]:
+        """Answer for ranks of this machine that have not. Return the second look at those that live."""
         held = {}
         for rank, seen in self._silent(near, self._answers(near)).items():
             found = _seen_from_here(rank, seen)
             if found is None or not self._put(rank, found, {}, is_first=True):
                 continue
             if seen.vitals is not None and not seen.ended:
-                held[rank] = Held(seen.vitals.who, found, time.monotonic(), _cpu(seen.vitals.who))
+                who = seen.vitals.who
+                held[rank] = partial(_seen_again, who, found, time.monotonic(), _cpu(who))
         return held
 
     def _silent(self, near: list[int], answers: dict[int, Message]) -> dict[int, Seen]:
@@ -284,7 +275,7 @@ class Answering:
                 collector.note_ending(rank, _ending(seen))
             elif rank in cut_off or _machine(seen) in machines:
                 self._put(rank, Rank(rank, state=CUT_OFF), {})
-                collector.rank(rank).state = CUT_OFF
+                collector.note(rank, state=CUT_OFF)
         collector.note_world(self._base.world_size)
         self._base.put(f"roll/{self._number}/over", {})
         self._base.delete([f"roll/{self._number}/{rank}" for rank in everyone])
@@ -310,15 +301,14 @@ def _machine(seen: Seen) -> str:
     return seen.vitals.who.machine if seen.vitals is not None else ""
 
 
-def _seen_again(held: Held) -> Rank:
-    busy = (_cpu(held.who) - held.cpu) / max(time.monotonic() - held.at, 0.1)
-    return msgspec.structs.replace(held.found, later=_dumped(held.who), busy=round(busy, 3))
+def _seen_again(who: Identity, found: Rank, at: float, cpu: float) -> Rank:
+    """Look a second time. cpu: what the process had used at the first."""
+    busy = (_cpu(who) - cpu) / max(time.monotonic() - at, 0.1)
+    return msgspec.structs.replace(found, later=_dumped(who), busy=round(busy, 3))
 
 
 def _dumped(who: Identity) -> tuple[Stack, ...]:
-    collector = Collector()
-    read_stacks(who.stack().splitlines(), collector, "faulthandler", who.rank, is_later=False)
-    return tuple(collector.rank(who.rank).stacks)
+    return _shown(who.stack().splitlines(), "faulthandler", who.rank).stacks
 
 
 def running(who: Identity) -> Rank | None:
@@ -326,17 +316,20 @@ def running(who: Identity) -> Rank | None:
     program = shutil.which("py-spy")
     if program is None or who.state() != "R":  # it would let one go on that is stopped
         return None
+    command = [program, "dump", "--native", "--full-filenames", "--pid", str(who.pid)]
     try:
-        command = [program, "dump", "--native", "--full-filenames", "--pid", str(who.pid)]
-        dump = subprocess.run(command, capture_output=True, timeout=SLOW, check=False).stdout.decode(
-            errors="replace"
-        )
+        done = subprocess.run(command, capture_output=True, timeout=SLOW, check=False, errors="replace")
     except (OSError, subprocess.TimeoutExpired):
         return None
-    collector = Collector()
     # Its first line has the command of that process, which may tell another rank.
-    read_stacks(dump.splitlines()[1:], collector, "py-spy", who.rank, is_later=False)
-    return collector.evidence().ranks.get(who.rank)
+    found = _shown(done.stdout.splitlines()[1:], "py-spy", who.rank)
+    return found if found.stacks else None
+
+
+def _shown(dump: list[str], by: str, rank: int) -> Rank:
+    collector = Collector()
+    read_stacks(dump, collector, by, rank, is_later=False)
+    return collector.evidence().ranks.get(rank, Rank(rank))
 
 
 def _cpu(who: Identity) -> float:
@@ -345,9 +338,8 @@ def _cpu(who: Identity) -> float:
 
 
 def _ending(seen: Seen) -> Ending:
-    clean = (
-        seen.vitals is not None and seen.vitals.who.is_of_this_machine() and seen.vitals.who.exited_with_0()
-    )
+    who = seen.vitals.who if seen.vitals is not None else None
+    clean = who is not None and who.is_of_this_machine() and who.exited_with_0()
     clean = clean or (seen.gone is not None and seen.gone.clean) or seen.ended == "its program has ended"
     clean = clean or _SUCCESS.search(seen.ended) is not None
     # How it has ended is not always known, and may be well.
@@ -357,17 +349,16 @@ def _ending(seen: Seen) -> Ending:
 def summary(why: str, found: Diagnosis, evidence: Evidence, folder: str) -> str:
     """Return the result of a call as text, with ranks that are at one place in one line, the fewest first."""
     lines = [f"Roll call of {len(found.heard_of)} of {found.world_size} ranks, because {why}:"]
-    lines += [f"  {line}" for line in found.says.splitlines()]
-    lines += [f"  {line}" for line in told(found.who.known if found.who is not None else ())]
+    lines += [*found.says.splitlines(), *told(found.who.known if found.who is not None else ())]
     if found.why is not None:
-        lines.append(f"  {TODO[found.why.kind]}")
-    lines += [f"  {line}" for line in told(found.places)]
-    lines += [f"  Looks like {like.thread} ({like.title})." for like in found.looks_like[:1]]
+        lines.append(TODO[found.why.kind])
+    lines += told(found.places)
+    lines += [f"Looks like {like.thread} ({like.title})." for like in found.looks_like[:1]]
     if silent := set(range(found.world_size or 0)) - evidence.ranks.keys():
-        lines.append(f"  {listed(silent)}: no answer. py-spy dump --pid PID, on its host, tells where it is.")
-    if short := evidence.short_of_memory():
-        lines.append(f"  {waited_for_memory(short)}.")
-    lines += [f"  {remark.text}" for remark in evidence.of("job")]
+        lines.append(f"{listed(silent)}: no answer. py-spy dump --pid PID, on its host, tells where it is.")
+    if short := waited_for_memory(evidence):
+        lines.append(f"{short}.")
+    lines += [remark.text for remark in evidence.of("job")]
     if folder:
-        lines.append(f"  holdfast diagnose {folder} tells more.")
-    return "\n".join(lines)
+        lines.append(f"holdfast diagnose {folder} tells more.")
+    return "\n  ".join(lines)

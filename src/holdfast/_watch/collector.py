@@ -31,17 +31,14 @@ T = TypeVar("T")
 
 
 class _Seen:
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         self.operations: list[Operation] = []
         self.progress: dict[str, Progress] = {}
         self.endings: list[Ending] = []
         self.stacks: list[Stack] = []
         self.later: list[Stack] = []
-        self.busy: float | None = None
-        self.moved = 0
-        self.starved = 0.0
-        self.state = self.phase = ""
-        self.last: Source | None = None
+        self.rest = Rank(rank)
+        """Of which a rank has one value."""
 
 
 class Collector:
@@ -53,20 +50,33 @@ class Collector:
         self._loose: list[Operation] = []
         self._raised: list[Ending] = []
         self._members: dict[str, tuple[int, ...]] = {}
-        self._opening: dict[str, tuple[int, dict[int, Source], set[int]]] = {}
+        self._opening: dict[str, Opening] = {}
         self._world: int | None = None
         self._first: tuple[float, float] | None = None
         """When the first timeout was told, and its limit."""
         self._room = IN_ALL
         self._ended: dict[Ending, float] = {}
-        self._alike: set[Part] = set()
         self.hidden = 0
-        self.files: list[str] = []
 
     def rank(self, rank: int) -> _Seen:
         if rank >= RANKS:
-            return _Seen()  # no such rank: what is said of it is not kept
-        return self._ranks.setdefault(rank, _Seen())
+            return _Seen(rank)  # no such rank: what is said of it is not kept
+        return self._ranks.setdefault(rank, _Seen(rank))
+
+    def note(self, rank: int, **values: object) -> None:
+        """Note that of which a rank has one value, by the names that `Rank` has for it."""
+        seen = self.rank(rank)
+        seen.rest = msgspec.structs.replace(seen.rest, **values)
+
+    def note_answer(self, found: Rank) -> None:
+        """Note what a rank has answered to a roll call."""
+        seen = self.rank(found.rank)
+        seen.operations += found.operations
+        seen.progress |= {one.group: one for one in found.progress}
+        seen.endings += found.endings
+        seen.stacks += [stack for stack in found.stacks if stack.calls]
+        seen.later += [stack for stack in found.later if stack.calls]
+        seen.rest = msgspec.structs.replace(found, last=seen.rest.last)
 
     def note_operation(self, rank: int | None, operation: Operation) -> None:
         self._keep(self._loose if rank is None else self.rank(rank).operations, operation)
@@ -91,17 +101,15 @@ class Collector:
         if at is not None:
             self._ended[ending] = at
 
-    def once(self, kind: str, value: str, text: str, source: Source) -> None:
-        """Note the first line of a kind that has a value."""
-        if not any(one.values == (value,) for one in self._remarks.get(kind, ())):
-            self.remark(kind, text, source, value)
+    def once(self, kind: str, text: str, source: Source, *values: str) -> None:
+        """Note the first line of a kind that has these values."""
+        if not any(one.values == values for one in self._remarks.get(kind, ())):
+            self.remark(kind, text, source, *values)
 
     def alike(self, parts: Iterable[Part], text: str, source: Source) -> None:
         """Note what is part of a fingerprint, each part once."""
         for part in parts:
-            if part not in self._alike:
-                self._alike.add(part)
-                self.remark("looks like", text.strip(), source, *part)
+            self.once("looks like", text.strip(), source, *part)
 
     def note_stack(self, rank: int, stack: Stack, is_later: bool) -> None:
         seen = self.rank(rank)
@@ -126,12 +134,12 @@ class Collector:
 
     def note_opening(self, name: str, size: int, rank: int, source: Source, is_ready: bool) -> None:
         """Note that a communicator begins to open on a rank, or is open there."""
-        _, begun, ready = self._opening.setdefault(name, (size, {}, set()))
+        one = self._opening.setdefault(name, Opening(name, size, {}, set()))
         if is_ready:
-            ready.add(rank)
+            one.ready.add(rank)
         else:
-            begun[rank] = source
-        if begun.keys() <= ready or len(self._opening) > RANKS:
+            one.begun[rank] = source
+        if one.begun.keys() <= one.ready or len(self._opening) > RANKS:
             del self._opening[name]
 
     def remark(self, kind: str, text: str, source: Source, *values: str) -> None:
@@ -139,37 +147,27 @@ class Collector:
 
     def evidence(self) -> Evidence:
         """Return all that was found."""
-        ranks = {}
-        for number, seen in sorted(self._ranks.items()):
-            known = self._with_group_of_progress(seen)
-            ranks[number] = Rank(
-                number,
-                tuple(known),
-                tuple(seen.progress.values()),
-                tuple(map(self._before_timeouts, seen.endings)),
-                tuple(seen.stacks),
-                tuple(seen.later),
-                seen.busy,
-                seen.moved,
-                seen.starved,
-                seen.state,
-                seen.phase,
-                seen.last,
+        ranks = {
+            number: msgspec.structs.replace(
+                seen.rest,
+                operations=tuple(_with_group(one, seen.progress.values()) for one in seen.operations),
+                progress=tuple(seen.progress.values()),
+                endings=tuple(map(self._before_timeouts, seen.endings)),
+                stacks=tuple(seen.stacks),
+                later=tuple(seen.later),
             )
-        world = self._world if self._world is None or all(rank < self._world for rank in ranks) else None
-        remarks = tuple(one for kind in self._remarks.values() for one in kind)
+            for number, seen in sorted(self._ranks.items())
+        }
         return Evidence(
             ranks,
-            remarks,
-            world,
+            tuple(one for kind in self._remarks.values() for one in kind),
+            # A log may have the size of a group, or of another job.
+            self._world if all(rank < (self._world or RANKS) for rank in ranks) else None,
             self._members,
             self.hidden,
             tuple(self._loose),
             tuple(self._raised),
-            tuple(
-                Opening(name, size, begun, tuple(ready))
-                for name, (size, begun, ready) in self._opening.items()
-            ),
+            tuple(self._opening.values()),
         )
 
     def _before_timeouts(self, ending: Ending) -> Ending:
@@ -177,21 +175,14 @@ class Collector:
         late = self._first is not None and self._ended.get(ending, 0.0) >= self._first[0]
         return msgspec.structs.replace(ending, is_cause=False) if late else ending
 
-    def _with_group_of_progress(self, seen: _Seen) -> list[Operation]:
-        """Return the operations of a rank. A watchdog's first line has no group: the line after it has, with
-        the same number."""
-        found = []
-        for one in seen.operations:
-            fits = [
-                progress.group
-                for progress in seen.progress.values()
-                if progress.completed < one.number <= progress.enqueued
-            ]
-            known = not one.group and len(fits) == 1
-            found.append(msgspec.structs.replace(one, group=fits[0]) if known else one)
-        return found
-
     def _keep(self, values: list[T], value: T) -> None:
         if len(values) < MOST and self._room > 0:
             self._room -= 1
             values.append(value)
+
+
+def _with_group(one: Operation, progress: Iterable[Progress]) -> Operation:
+    """Return an operation with its group. A watchdog's first line has none: the line after it has, with the
+    same number."""
+    fits = [each.group for each in progress if each.completed < one.number <= each.enqueued]
+    return msgspec.structs.replace(one, group=fits[0]) if not one.group and len(fits) == 1 else one

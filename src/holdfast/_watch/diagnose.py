@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from itertools import islice
+
 import msgspec
 
 from holdfast._watch.advice import advice
@@ -13,14 +17,11 @@ from holdfast._watch.waits import Waits
 from holdfast._watch.who import who_waits
 from holdfast._watch.why import causes
 
-_SAVES = (
-    "save",
-    "load",
-    "save_checkpoint",
-    "load_checkpoint",
-    "sync_all_async_calls",
-    "validate_uneven_dtensor",
-)
+_SAVE = re.compile("(?:save|load)(?:_checkpoint)?|sync_all_async_calls|validate_uneven_dtensor")
+SHOWN = 200
+"""Observations of one diagnosis."""
+STARVED = 0.5
+"""The part of the time from which on waiting for memory explains that a rank is slow."""
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
@@ -34,7 +35,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         places(evidence),
         looks_like(evidence),
         advice(evidence),
-        tuple(_observed(evidence)),
+        tuple(islice(_observed(evidence), SHOWN)),
         tuple(_to_collect(evidence, who, why)),
         tuple(evidence.ranks),
         evidence.world_size,
@@ -49,7 +50,7 @@ def _with_cause(evidence: Evidence, who: Who | None, why: Why | None) -> Who | N
         return who
     if who is None or why.kind == "mismatch":  # after it, numbers stand for different calls
         waiting = who.waiting if who is not None else ()
-        waiting = waiting or tuple(rank.rank for rank in evidence.ranks.values() if rank.timeouts)
+        waiting = waiting or tuple(dict(evidence.timeouts()))
         known = known_of(evidence, why.ranks or ())
         return Who(why.summary, why.ranks, "cause", waiting, call=why.call, known=known, seen=why.seen)
     if why.ranks is None or (who.ranks and set(why.ranks) <= set(who.ranks)):
@@ -63,78 +64,68 @@ def _waits_in_a_save(evidence: Evidence, waiting: tuple[int, ...]) -> bool:
     stacks = [stack.calls for rank in ranks for stack in rank.stacks[:1]]
     stacks += [operation.calls for rank in ranks for operation in rank.operations]
     calls = [call for stack in stacks for call in stack]
-    return any("checkpoint" in call.file and call.function in _SAVES for call in calls)
+    return any("checkpoint" in call.file and _SAVE.fullmatch(call.function) for call in calls)
 
 
-def _observed(evidence: Evidence) -> list[Observation]:
-    """List what the evidence shows of timeouts, ends and remarks, whatever follows from it."""
-    found = [
-        Observation(
-            f"rank {rank} timed out in {one.label}" + (f" of {one.group}" if one.group else ""),
-            one.source,
-        )
-        for rank, one in evidence.operations()
-        if one.state == "timed out"
-    ]
-    found += [
-        Observation(f"{one.label} timed out on rank {one.group_rank} of its group", one.source)
-        for one in evidence.loose
-    ]
-    found += [
-        Observation(f"rank {rank.rank}: {ending.what}", ending.source)
-        for rank in evidence.ranks.values()
-        for ending in rank.endings
-    ]
-    found += [Observation(f"raised: {ending.what}", ending.source) for ending in evidence.raised]
-    quiet = ("looks like", "backend", "ended")
-    found += [Observation(one.text, one.source) for one in evidence.remarks if one.kind not in quiet]
-    if short := evidence.short_of_memory():
-        found.append(Observation(waited_for_memory(short)))
-    return found[:200]
+def _observed(evidence: Evidence) -> Iterator[Observation]:
+    """Yield what the evidence shows of timeouts, ends and remarks, whatever follows from it."""
+    for rank, one in evidence.timeouts():
+        group = f" of {one.group}" if one.group else ""
+        yield Observation(f"rank {rank} timed out in {one.label}{group}", one.source)
+    for one in evidence.loose:
+        yield Observation(f"{one.label} timed out on rank {one.group_rank} of its group", one.source)
+    for rank, ending in evidence.endings():
+        yield Observation(f"rank {rank}: {ending.what}", ending.source)
+    for ending in evidence.raised:
+        yield Observation(f"raised: {ending.what}", ending.source)
+    for remark in evidence.remarks:
+        if remark.kind not in ("looks like", "backend", "ended"):
+            yield Observation(remark.text, remark.source)
+    if short := waited_for_memory(evidence):
+        yield Observation(short)
 
 
-def waited_for_memory(short: dict[int, float]) -> str:
-    """Say which ranks' machines have waited for memory; what they do is slow, wherever they are found."""
-    return (
-        f"{listed(set(short))}: waited for memory up to {max(short.values()):.0%} of the time between the "
-        "two looks (`free`, `memory.max` and swap tell)"
-    )
+def waited_for_memory(evidence: Evidence) -> str:
+    """Say which ranks' machines have mostly waited for memory between the two looks, if any: what these ranks
+    do is slow, wherever they are found."""
+    short = {rank.rank: rank.starved for rank in evidence.ranks.values() if rank.starved >= STARVED}
+    most = f"up to {max(short.values(), default=0):.0%} of the time between the two looks"
+    return f"{listed(short)}: waited for memory {most} (`free`, `memory.max` and swap tell)" if short else ""
 
 
-def _to_collect(evidence: Evidence, who: Who | None, why: Why | None) -> list[str]:
+def _to_collect(evidence: Evidence, who: Who | None, why: Why | None) -> Iterator[str]:
     """Say what is missing, with the command that collects it."""
-    wanted = []
     if evidence.hidden:
-        wanted.append(
+        yield (
             f"{evidence.hidden} lines that Ray has left out: run with RAY_DEDUP_LOGS=0, or give the files in "
             "/tmp/ray/session_latest/logs."
         )
     if why is not None or (who is not None and who.absent):
-        return wanted
+        return
     if evidence.backends != {"gloo"} and (not any(evidence.operations()) or not evidence.members):
-        wanted.append(
+        yield (
             "Flight records of all ranks: set TORCH_NCCL_DUMP_ON_TIMEOUT=1 and "
             "TORCH_FR_DUMP_TEMP_FILE=/shared/trace_ and give /shared/trace_*."
         )
     if evidence.of("no rank"):
-        wanted.append("The ranks of these stacks: name the files rank-0.txt, rank-1.txt and so on.")
-    if is_over(evidence):
-        wanted.append(
+        yield "The ranks of these stacks: name the files rank-0.txt, rank-1.txt and so on."
+    shown = evidence.shown()
+    if _is_over(evidence):
+        yield (
             "Stacks, while it hangs the next time: HOLDFAST_ROLL_CALLS=folder with holdfast.install(), or "
             "py-spy dump --pid PID > rank-N.txt on each host."
         )
-        return wanted
-    missing = [rank for rank in range(min(evidence.world_size or 0, 4096)) if rank not in evidence.shown()]
-    if missing or not evidence.shown():
+        return
+    missing = set(range(min(evidence.world_size or 0, 4096))) - shown.keys()
+    if missing or not shown:
         whose = listed(missing) if missing else "all ranks"
-        wanted.append(f"Stacks of {whose}, on its host: py-spy dump --pid PID > rank-N.txt")
-    if evidence.shown() and not any(rank.later for rank in evidence.ranks.values()):
-        wanted.append("The same 10 s later, to see who moves: py-spy dump --pid PID > rank-N-again.txt")
-    return wanted
+        yield f"Stacks of {whose}, on its host: py-spy dump --pid PID > rank-N.txt"
+    if shown and not any(rank.later for rank in evidence.ranks.values()):
+        yield "The same 10 s later, to see who moves: py-spy dump --pid PID > rank-N-again.txt"
 
 
-def is_over(evidence: Evidence) -> bool:
+def _is_over(evidence: Evidence) -> bool:
     """Return whether the job is known to have ended: nobody can look at its processes."""
-    timed_out = bool(evidence.loose) or any(rank.timeouts for rank in evidence.ranks.values())
-    fatal = any(ending.is_fatal for rank in evidence.ranks.values() for ending in rank.endings)
+    timed_out = bool(evidence.loose) or any(evidence.timeouts())
+    fatal = any(ending.is_fatal for _, ending in evidence.endings())
     return not evidence.shown() and (timed_out or fatal or bool(evidence.of("ended")))

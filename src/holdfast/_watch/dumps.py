@@ -18,6 +18,7 @@ from holdfast._ready import ready
 from holdfast._watch.collector import Collector
 from holdfast._watch.evidence import Call, Operation, Progress, Rank, Source, Stack
 from holdfast._watch.looks_like import parts_of_call
+from holdfast._watch.names import group_name
 from holdfast._watch.ras import read_ras_json
 from holdfast.errors import BadInput
 
@@ -29,31 +30,29 @@ _RANK_IN_COMMAND = re.compile(r"\bRANK=(\d+)|rank[-_]?(\d+)")
 _PROCESS = re.compile(r"^Process (\d+): (.*)")
 _SERVED = re.compile(r"^=== Rank (\d{1,6}): ")
 """What torch's debug server writes before the stacks of each rank."""
-_THREAD = re.compile(r'^Thread (\S+) \(([^)]*)\)(?:: "(.*)")?')
-_CALL = re.compile(r"^\s+(\S.*?) \(([^()]*?)(?::(\d+))?\)$")
-_NAME = re.compile(r'^\s{8,}(\w+): "?(.*?)"?$')
-_FAULT_THREAD = re.compile(
-    r"^(Current thread|Thread|Stack)(?: (0x[0-9a-f]+)(?: \[.*\])?)? \(most recent call first\):"
+_THREAD = re.compile(
+    r'^Thread (?P<ident>\S+) \((?P<state>active|idle|)[^)]*\)(?:: "(?P<name>.*)")?|'
+    r"^(?:Current thread|Thread|Stack)(?: (?P<fault>0x[0-9a-f]+)(?: \[.*\])?)? \(most recent call first\):"
 )
-_FAULT_CALL = re.compile(r'^\s+File "(.*)", line (\d+) in (.*)')
+"""Of py-spy, and of faulthandler."""
+_CALL = re.compile(r"^\s+(?P<name>\S.*?) \((?P<file>[^()]*?)(?::(?P<line>\d+))?\)$")
+_FAULT_CALL = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_NAME = re.compile(r'^\s{8,}(\w+): "?(.*?)"?$')
 MOST_CALLS = 200
-
-
-def rank_of_name(path: str) -> int | None:
-    """Return the rank that a file's name tells, as `rank-3.txt` and `3/stderr.log` do."""
-    path = path.removesuffix(".gz")
-    found = _RANK_IN_FOLDER.search(path) or _RANK_IN_NAME.search(os.path.basename(path))
-    return int(found[1]) if found is not None else None
+PICKLE = b"\x80"
+"""The first byte of a pickle."""
 
 
 def ranks_of_names(paths: Iterable[str]) -> dict[str, int]:
-    """Return the ranks that names tell. A number at the end, which may be that of a job, a process or a time,
-    is one where several names have all numbers from 0 on."""
+    """Return the ranks that names tell, as `rank-3.txt` and `3/stderr.log` do. A number at the end, which may
+    be that of a job, a process or a time, is one where several names have all numbers from 0 on."""
     ranks: dict[str, int] = {}
     rows: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     for path in paths:
-        if (rank := rank_of_name(path)) is not None:
-            ranks[path] = rank
+        name = path.removesuffix(".gz")
+        found = _RANK_IN_FOLDER.search(name) or _RANK_IN_NAME.search(os.path.basename(name))
+        if found is not None:
+            ranks[path] = int(found[1])
         elif (number := number_of_name(path)) is not None:
             rows[number[1]][number[0]] = path
     for row in rows.values():
@@ -74,8 +73,7 @@ def number_of_name(path: str) -> tuple[int, tuple[str, str]] | None:
 def is_stacks(head: str) -> bool:
     """Return whether a text begins as a dump of stacks."""
     lines = head.splitlines()[:40]
-    begins = (_PROCESS, _FAULT_THREAD, _THREAD, _SERVED)
-    return any(begin.match(line) for line in lines for begin in begins)
+    return any(begin.match(line) for line in lines for begin in (_PROCESS, _THREAD, _SERVED))
 
 
 def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None, is_later: bool) -> None:
@@ -95,18 +93,19 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
 
     def end_process() -> None:
         end_thread()
-        if threads and rank is None:
-            to.remark("no rank", "stacks of a process whose rank isn't known", threads[0].source)
+        if rank is None:
+            for stack in threads[:1]:
+                to.remark("no rank", "stacks of a process whose rank isn't known", stack.source)
             for call, source in [(call, stack.source) for stack in threads for call in stack.calls]:
                 to.alike(parts_of_call(call), str(call), source)
-        # Others wait for the main thread; faulthandler writes it last.
-        for stack in sorted(threads, key=_order):
-            if rank is not None:
+        else:
+            # Others wait for the main thread; faulthandler writes it last.
+            threads.sort(key=lambda stack: "main" not in stack.thread.lower())
+            for stack in threads:
                 to.note_stack(rank, stack, is_later)
-        # What waits for a GPU, as in `loss.item()`, is at a line of the program, and uses the CPU.
-        runs = states.get(min(threads, key=_order).thread) if threads else None
-        if rank is not None and runs is not None:
-            to.rank(rank).busy = max(float(runs), to.rank(rank).busy or 0.0)
+            # What waits for a GPU, as in `loss.item()`, is at a line of the program, and uses the CPU.
+            if threads and threads[0].thread in states:
+                to.note(rank, busy=max(float(states[threads[0].thread]), to.rank(rank).rest.busy or 0.0))
         threads.clear()
         states.clear()
 
@@ -120,25 +119,16 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
             rank = int(served[1])
         elif (found := _THREAD.match(line)) is not None:
             end_thread()
-            thread, began = found[3] or found[1], number
-            if found[2]:
-                states[thread] = found[2].startswith("active")
-        elif (found := _FAULT_THREAD.match(line)) is not None:
-            end_thread()
-            thread, began = found[2], number
-        elif (call := _CALL.match(line)) is not None and len(calls) < MOST_CALLS:
-            calls.append(Call(call[1], call[2], int(call[3]) if call[3] else None))
-        elif (fault := _FAULT_CALL.match(line)) is not None and len(calls) < MOST_CALLS:
-            calls.append(Call(fault[3], fault[1], int(fault[2])))
-            if fault[3] == "<module>":
+            thread, began = found["name"] or found["ident"] or found["fault"] or "", number
+            if found["state"]:
+                states[thread] = found["state"] == "active"
+        elif (call := _CALL.match(line) or _FAULT_CALL.match(line)) is not None and len(calls) < MOST_CALLS:
+            calls.append(Call(call["name"], call["file"], int(call["line"]) if call["line"] else None))
+            if call.re is _FAULT_CALL and call["name"] == "<module>":
                 thread = "MainThread"
         elif (value := _NAME.match(line)) is not None:
             names.setdefault(value[1], value[2])
     end_process()
-
-
-def _order(stack: Stack) -> bool:
-    return "main" not in stack.thread.lower()
 
 
 # -- flight records -----------------------------------------------------------------------------------------
@@ -153,22 +143,17 @@ class _Record(PickleReader):
         return super().resolve(module, name)
 
 
-def read_pickle(data: bytes, to: Collector, name: str, rank: int | None) -> None:
-    """Read a flight record that torch has pickled."""
+def read_dump(data: bytes, to: Collector, name: str, rank: int | None, is_later: bool) -> None:
+    """Read a flight record, which torch has pickled or written as JSON, or other JSON: stacks of `py-spy dump
+    --json`, the output of `ncclras`, or a file of our own."""
+    is_pickle = data[:1] == PICKLE
     try:
-        record = _Record(data).read()
+        value = _Record(data).read() if is_pickle else json.loads(data)
     except BadPickle as error:
         raise BadInput(f"{name} is no flight record, because {error}.") from None
-    _record(record, to, name, rank)
-
-
-def read_json(data: bytes, to: Collector, name: str, rank: int | None, is_later: bool) -> None:
-    """Read a flight record, stacks of `py-spy dump --json`, or a file of our own, as JSON."""
-    try:
-        value = json.loads(data)
     except (ValueError, RecursionError):
         raise BadInput(f"{name} begins as JSON, and is none.") from None
-    if isinstance(value, list):
+    if isinstance(value, list) and not is_pickle:
         try:
             read_stacks(_pyspy_lines(value), to, name, rank, is_later)
         except (TypeError, AttributeError):
@@ -220,8 +205,7 @@ def operations_of(
     groups: dict[str, str] = {}
     for entry in record.get("entries", ()):
         name, description = (str(part) for part in entry["process_group"][:2])
-        group = f"{name}:{description}" if description not in ("", "undefined") else name
-        groups[str(entry.get("pg_id"))] = groups[name] = group
+        groups[str(entry.get("pg_id"))] = groups[name] = group = group_name(name, description)
         operation = _operation(entry, group, source, now)
         if operation.is_pending:
             to.note_operation(rank, operation)
@@ -243,11 +227,9 @@ def operations_of(
 def progress_of(record: Any, groups: Mapping[str, str], source: Source) -> Iterator[Progress]:
     """Yield how far each group is. groups: by their numbers in the record."""
     for key, status in (record.get("pg_status") or {}).items():
-        enqueued, started, done = (
-            int(status.get(f"last_{what}_collective", -1)) for what in ("enqueued", "started", "completed")
-        )
+        enqueued, done = (int(status.get(f"last_{of}_collective", -1)) for of in ("enqueued", "completed"))
         if enqueued >= 0:
-            yield Progress(groups.get(key, key), enqueued, done, source, started if started >= 0 else None)
+            yield Progress(groups.get(key, key), enqueued, done, source)
 
 
 def _operation(entry: Any, group: str, source: Source, now: float | None) -> Operation:
@@ -294,12 +276,4 @@ def read_roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
         raise BadInput(f"{name} is no file of a roll call of this version: {error}.") from None
     for group, ranks in members.items():
         to.note_members(group, ranks)
-    seen = to.rank(found.rank)
-    seen.operations += found.operations
-    seen.progress |= {one.group: one for one in found.progress}
-    seen.endings += found.endings
-    seen.stacks += [stack for stack in found.stacks if stack.calls]
-    seen.later += [stack for stack in found.later if stack.calls]
-    seen.busy, seen.moved = found.busy, found.moved
-    seen.starved = found.starved
-    seen.state, seen.phase = found.state, found.phase
+    to.note_answer(found)

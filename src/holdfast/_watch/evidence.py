@@ -42,8 +42,6 @@ class Call(NamedTuple):
         return f"{self.function} ({name}:{self.line})" if self.line else f"{self.function} ({name})"
 
 
-STARVED = 0.5
-"""The part of the time from which on waiting for memory explains that a rank is slow."""
 OPERATION = "holdfast-operation"
 """The thread that does what the main thread has called for (`protocol.runner`)."""
 AT_EXIT = Call("_run_exitfuncs", "atexit")
@@ -126,7 +124,6 @@ class Progress(msgspec.Struct, frozen=True):
     enqueued: int
     completed: int
     source: Source
-    started: int | None = None
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -173,11 +170,6 @@ class Rank(msgspec.Struct, frozen=True):
     """The last line of it that was read."""
 
     @property
-    def is_away(self) -> bool:
-        """Has it ended by itself, with success?"""
-        return any(ending.is_clean for ending in self.endings)
-
-    @property
     def timeouts(self) -> tuple[Operation, ...]:
         return tuple(operation for operation in self.operations if operation.state == "timed out")
 
@@ -197,7 +189,8 @@ class Opening(msgspec.Struct, frozen=True):
     name: str
     size: int
     begun: dict[int, Source]
-    ready: tuple[int, ...]
+    """Where that stands, of each rank."""
+    ready: set[int]
 
 
 class Evidence(msgspec.Struct, frozen=True):
@@ -232,13 +225,23 @@ class Evidence(msgspec.Struct, frozen=True):
         return [remark for remark in self.remarks if remark.kind == kind]
 
     def operations(self) -> Iterator[tuple[int, Operation]]:
-        for rank in self.ranks.values():
-            for operation in rank.operations:
-                yield rank.rank, operation
+        return ((rank.rank, one) for rank in self.ranks.values() for one in rank.operations)
 
-    def short_of_memory(self) -> dict[int, float]:
-        """Return the ranks of machines that mostly waited for memory between the two looks, and how much."""
-        return {rank.rank: rank.starved for rank in self.ranks.values() if rank.starved >= STARVED}
+    def progress(self) -> Iterator[tuple[int, Progress]]:
+        return ((rank.rank, one) for rank in self.ranks.values() for one in rank.progress)
+
+    def endings(self) -> Iterator[tuple[int, Ending]]:
+        return ((rank.rank, one) for rank in self.ranks.values() for one in rank.endings)
+
+    def timeouts(self) -> Iterator[tuple[int, Operation]]:
+        return ((rank, one) for rank, one in self.operations() if one.state == "timed out")
+
+    def first_timeouts(self) -> dict[str, int]:
+        """Return the line of the first timeout of each file that has one."""
+        found: dict[str, int] = {}
+        for one in (*(one for _, one in self.timeouts()), *self.loose):
+            found[one.source.file] = min(one.source.line, found.get(one.source.file, one.source.line))
+        return found
 
     def shown(self) -> dict[int, Stack]:
         """Return the main thread of each rank whose stacks are known."""

@@ -11,6 +11,7 @@ from holdfast._watch import log_lines as form
 from holdfast._watch import looks_like
 from holdfast._watch.collector import RANKS, Collector
 from holdfast._watch.evidence import UNKNOWN, Call, Ending, Operation, Progress, Source
+from holdfast._watch.names import group_name
 
 BLOCK = 4 << 20
 """Bytes that are read at once."""
@@ -24,9 +25,9 @@ _CAUSES = {-9: "SIGKILL, as the kernel does when memory is full", -11: "SIGSEGV"
 def _keys() -> tuple[bytes, ...]:
     """Return what is searched for, each text by itself: one pattern of all would be slow."""
     found = list(form.KEYS)
-    for texts in looks_like.texts():
-        if not any(key.decode() in text for text in texts for key in found):
-            found.append(max(texts, key=len).encode())
+    for part, longest, _ in looks_like.lines():
+        if not any(key.decode() in part.part for key in found):
+            found.append(longest.encode())
     return tuple(found)
 
 
@@ -95,8 +96,8 @@ class LogReader:
         self._to, self._name, self._own = collector, name, rank
         self._frames: dict[str, Call | None] = {}
         """Of each stream with an open traceback, the last call."""
-        self._chained: dict[str, bool] = {}
-        """Of each stream, whether its last error was a consequence, which makes those after it some, too."""
+        self._chained: set[str] = set()
+        """The streams with an error that was a consequence, which makes those after it some, too."""
         self._known: set[tuple[object, ...]] = set()
         self._failed: int | None = None
         self._failed_at: float | None = None
@@ -120,21 +121,18 @@ class LogReader:
             self._to.hidden += line.repeated
             rank = line.rank if line.rank is not None else self._own
             if rank is not None:
-                self._to.rank(rank).last = source
+                self._to.note(rank, last=source)
             if self._own_words(line, source) or self._failed_stack(line.text, rank):
                 continue
-            self._to.alike(looks_like.parts_of_line(line.text), line.text, source)
-            if (backend := form.BACKEND.search(line.text)) is not None:
-                self._to.once("backend", "gloo" if "loo" in backend[0] else "nccl", line.text, source)
-            if form.OVER.search(line.text) is not None:
-                self._to.once("ended", self._name, line.text, source)
-            known = (
-                not self._is_of_this_hang(line.text)
-                or self._watchdog(line.text, rank, source)
-                or self._nccl(line.text, source)
-            )
-            known = known or self._signature(line.text, rank, source) or self._launcher(line.text, source)
-            if not known or line.text.startswith("RuntimeError"):
+            text = line.text
+            self._to.alike(looks_like.parts_of_line(text), text, source)
+            if (backend := form.BACKEND.search(text)) is not None:
+                self._to.once("backend", text, source, "gloo" if "loo" in backend[0] else "nccl")
+            if form.OVER.search(text) is not None:
+                self._to.once("ended", text, source, self._name)
+            known = not self._is_of_this_hang(text) or self._watchdog(text, rank, source)
+            known = known or self._nccl(text, source) or self._by_itself(text, source)
+            if not known or text.startswith("RuntimeError"):
                 self._python(line, rank, source)
 
     def _is_of_this_hang(self, text: str) -> bool:
@@ -183,30 +181,19 @@ class LogReader:
             if key not in self._known and len(self._known) < RANKS:
                 self._known.add(key)
                 seconds = int(found["ms"] or found["limit"]) / 1000
-                self._to.note_operation(
-                    rank,
-                    Operation(
-                        "", number, found["op"], "timed out", source, sizes, "", seconds, int(found["rank"])
-                    ),
-                )
-        if (found := form.STATUS.search(text)) is not None:
-            started = found["started"]
+                own, op = int(found["rank"]), found["op"]
+                one = Operation("", number, op, "timed out", source, sizes, seconds=seconds, group_rank=own)
+                self._to.note_operation(rank, one)
+        if (found := form.STATUS.search(text)) is not None and rank is not None:
             # Without the GUID this number counts on each rank by itself.
-            progress = Progress(
-                _group(found["guid"] or f"PG {found['pg']}", found["desc"] or found["old_desc"]),
-                int(found["enqueued"]),
-                int(found["done"]),
-                source,
-                None if started is None else int(started),
-            )
-            if rank is not None:
-                self._to.note_progress(rank, progress)
+            group = group_name(found["guid"] or f"PG {found['pg']}", found["desc"] or found["old_desc"])
+            progress = Progress(group, int(found["enqueued"]), int(found["done"]), source)
+            self._to.note_progress(rank, progress)
         if (found := form.STUCK.search(text)) is not None:
-            self._to.remark("heartbeat", text, source, _group(found[1], found[2]), str(rank), found[4] or "")
+            self._to.remark("heartbeat", text, source, str(rank))
         if (error := form.CUDA.search(text)) is not None and rank is not None:
-            self._to.note_ending(
-                rank, Ending(error[1], source, is_cause="ECC" in error[1] or "illegal" in error[1])
-            )
+            cause = "ECC" in error[1] or "illegal" in error[1]
+            self._to.note_ending(rank, Ending(error[1], source, is_cause=cause))
         return found is not None or "Watchdog caught" in text
 
     # -- NCCL -------------------------------------------------------------------------------------------
@@ -231,24 +218,17 @@ class LogReader:
             self._to.remark("peer closed", said, source)
         return True
 
-    # -- lines that are known by themselves ---------------------------------------------------------------
+    # -- launchers and Python -----------------------------------------------------------------------------
 
-    def _signature(self, text: str, rank: int | None, source: Source) -> bool:
+    def _by_itself(self, text: str, source: Source) -> bool:
+        """Read a line that says all by itself, or is of torchrun's summary of failures, or srun's."""
         if (size := form.WORLD.search(text)) is not None:
             self._to.note_world(int(size[1]))
         if (print_ := form.FINGERPRINT.search(text)) is not None:
             self._to.remark("fingerprint", text, source, *(value or "" for value in print_.groups()))
         elif (barrier := form.BARRIER.search(text)) is not None:
             self._to.remark("barrier", text, source, barrier[1].replace(" ", ""))
-        else:
-            return size is not None
-        return True
-
-    # -- launchers and Python -----------------------------------------------------------------------------
-
-    def _launcher(self, text: str, source: Source) -> bool:
-        """Read torchrun's summary of failures, and srun's lines."""
-        if "Root Cause" in text:
+        elif "Root Cause" in text:
             self._is_root = True
         elif (sent := form.SENT.search(text)) is not None:
             if len(self._sent) < RANKS:
@@ -266,26 +246,24 @@ class LogReader:
             self._failed, self._failed_at, self._is_root = None, None, False
         elif (task := form.SRUN.search(text)) is not None:
             # After the first one srun ends the others.
-            cause = not self._srun_told and task[2].startswith(
-                ("Killed", "Out Of Memory", "Segm", "Bus error")
-            )
+            killed = task[2].startswith(("Killed", "Out Of Memory", "Segm", "Bus error"))
+            ending = Ending(f"srun: {task[2]}", source, is_cause=killed and not self._srun_told)
             self._srun_told = True
-            self._to.note_ending(int(task[1]), Ending(f"srun: {task[2]}", source, is_cause=cause))
+            self._to.note_ending(int(task[1]), ending)
         elif "CANCELLED AT" in text or "Job step aborted" in text:
             self._srun_told = True  # somebody has ended the job, or its time was over
         elif "oom_kill" in text or "oom-kill" in text:
             self._to.remark("oom", text, source)
         else:
-            return False
+            return size is not None
         return True
 
     def _python(self, line: form.Prefixed, rank: int | None, source: Source) -> None:
         """Read the tracebacks of errors that end a rank."""
         stream, text = line.stream, line.text
         if "Traceback (most recent" in text:
-            if len(self._frames) + len(self._chained) < 2 * RANKS:
+            if len(self._frames) < RANKS:
                 self._frames[stream] = None
-                self._chained.setdefault(stream, False)
         elif (frame := form.FILE.match(text)) is not None:
             call = Call(frame[3], frame[1], int(frame[2]))
             self._to.alike(looks_like.parts_of_call(call), text, source)
@@ -296,10 +274,10 @@ class LogReader:
             if not inside and not (line.is_marked and form.NAME_OF_ERROR.search(error[1])):
                 return
             raised_at = self._frames.pop(stream, None)
-            follows = form.CONSEQUENCE.search(text) is not None or self._chained.get(stream, False)
+            follows = form.CONSEQUENCE.search(text) is not None or stream in self._chained
             ending = Ending(text[:300], source, is_cause=not follows, is_fatal=line.is_marked, call=raised_at)
-            if stream in self._chained:
-                self._chained[stream] = follows
+            if follows and len(self._chained) < RANKS:
+                self._chained.add(stream)
             self._to.note_ending(rank, ending)
 
 
@@ -308,7 +286,3 @@ def _seconds(when: re.Match[str]) -> float:
     *days, hour, minute, second = map(int, when.groups())
     month, day = days if len(days) == 2 else divmod(days[0], 100)
     return ((month * 31 + day) * 24 + hour) * 3600 + minute * 60 + second
-
-
-def _group(name: str, description: str | None) -> str:
-    return f"{name}:{description}" if description and description != "undefined" else name

@@ -21,23 +21,9 @@ KEYS = (
     *(b"atchdog", b"eartbeat monitor timed", b"last enqueued", b"Traceback (most"),
     *(b'File "', b'File \\"'),  # JSON writes a backslash before a quote
     *(b"Error", b"Exception", b"KeyboardInterrupt", b"NCCL INFO", b"NCCL WARN", b"NCCL version"),
-    *(
-        b"monitoredBarrier",
-        b"exitcode",
-        b"(local_rank",
-        b"  time      :",
-        b"Root Cause",
-        b"closing signal SIG",
-    ),
-    *(
-        b"srun: error",
-        b"CANCELLED AT",
-        b"Job step aborted",
-        b"oom_kill",
-        b"oom-kill",
-        b"forcefully exiting",
-        b"taking the entire process",
-    ),
+    *(b"monitoredBarrier", b"exitcode", b"(local_rank", b"  time      :", b"Root Cause"),
+    *(b"closing signal SIG", b"forcefully exiting", b"taking the entire process"),
+    *(b"srun: error", b"CANCELLED AT", b"Job step aborted", b"oom_kill", b"oom-kill"),
     *(b"Detected mismatch", b"Invalidate trace cache", b"destroy_process_group()", b"waitForInput"),
     *(b"orld size", b"orld_size", b"orld-size", b"ORLD_SIZE", b"ORLD SIZE", b"ORLD-SIZE", b"orld Size"),
     *(b" has waited ", b" came after ", b"roll call is over", b"roll call has failed"),
@@ -163,12 +149,12 @@ STATUS = re.compile(
     r"\[PG (?:ID \d+ PG GUID (?P<guid>\w+)(?:\((?P<desc>[^)]*)\))?|"
     r"(?P<pg>\d+)(?: \((?P<old_desc>[^)]*)\))?) Rank (?P<rank>\d+)\].*?"
     r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+)"
-    r"(?:, last started (?:NCCL )?work: (?P<started>-?\d+)[^,]*)?"
+    r"(?:, last started (?:NCCL )?work: -?\d+[^,]*)?"
     r", last completed (?:NCCL )?work: (?P<done>-?\d+)"
 )
 STUCK = re.compile(
-    r"\[(?:PG ID \d+ PG GUID )?((?:PG )?\w+)(?: ?\(([^)]*)\))? Rank (\d+)\].*?"
-    r"(?:atchdog got stuck for (\d+) seconds|Heartbeat monitor timed out)"
+    r"\[(?:PG ID \d+ PG GUID )?(?:PG )?\w+(?: ?\([^)]*\))? Rank \d+\].*?"
+    r"(?:atchdog got stuck for \d+ seconds|Heartbeat monitor timed out)"
 )
 FINGERPRINT = re.compile(
     r"Rank (\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=(\d+))?,? ?OpType=(\w+)"

@@ -18,6 +18,7 @@ import msgspec
 
 from holdfast._ready import ready
 from holdfast._watch.evidence import Call, Evidence, Operation
+from holdfast._watch.names import family
 from holdfast._watch.verdict import Likeness, Observation
 
 MOST = 5
@@ -56,7 +57,7 @@ def table() -> tuple[Fingerprint, ...]:
 
 
 @cache
-def _lines() -> tuple[tuple[Part, str, re.Pattern[str]], ...]:
+def lines() -> tuple[tuple[Part, str, re.Pattern[str]], ...]:
     """Return the lines of fingerprints, each with its longest text."""
     return tuple(
         (
@@ -80,15 +81,9 @@ def _frames() -> dict[str, list[tuple[Part, str]]]:
     return dict(found)
 
 
-def texts() -> Iterator[list[str]]:
-    """Yield, of each line of a fingerprint, the texts that are in it, one after the other."""
-    for entry in table():
-        yield from (line.split("*") for line in entry.lines)
-
-
 def parts_of_line(text: str) -> Iterator[Part]:
     """Yield the parts of fingerprints that a line of a log is."""
-    for part, longest, pattern in _lines():
+    for part, longest, pattern in lines():
         if longest in text and pattern.search(text) is not None:
             yield part
 
@@ -104,8 +99,7 @@ def _parts_of_operation(operation: Operation) -> Iterator[Part]:
     for entry in table():
         for part in entry.operations:
             name, *sizes = part.split()
-            is_alike = msgspec.structs.replace(operation, name=name).kind == operation.kind
-            if is_alike and operation.sizes[: len(sizes)] == tuple(map(int, sizes)):
+            if family(name) == operation.kind and operation.sizes[: len(sizes)] == tuple(map(int, sizes)):
                 yield Part(entry.title, part)
 
 

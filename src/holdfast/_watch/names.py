@@ -6,34 +6,28 @@ import re
 
 _FAMILIES = {
     # NCCL's barrier is an all_reduce of one element, and a log calls it so.
-    "all_reduce": ("allreducebarrier", "allreducesparse", "sparseallreduce", "allreducecoalesced"),
+    "all_reduce": "allreduce allreducebarrier allreducesparse sparseallreduce allreducecoalesced",
     # A list of tensors or one tensor: the backend's call is the same.
-    "all_gather": (
-        "allgatherbase",
-        "allgatherintotensor",
-        "allgatherintotensorcoalesced",
-        "allgathercoalesced",
-    ),
-    "reduce_scatter": ("reducescatterbase", "reducescattertensor", "reducescattertensorcoalesced"),
-    "all_to_all": ("alltoallbase", "alltoallsingle"),
-    "broadcast": ("broadcastoop",),
-    "reduce": ("reduceoop",),
-    "gather": (),
-    "scatter": (),
-    "barrier": (),
-    "send": (),
-    "recv": ("recvanysource",),
-    "coalesced": (),
+    "all_gather": "allgather allgatherbase allgathercoalesced allgatherintotensor "
+    "allgatherintotensorcoalesced",
+    "reduce_scatter": "reducescatter reducescatterbase reducescattertensor reducescattertensorcoalesced",
+    "all_to_all": "alltoall alltoallbase alltoallsingle",
+    "broadcast": "broadcastoop",
+    "reduce": "reduceoop",
+    "recv": "recvanysource",
 }
-_FAMILY = {
-    name: family for family, others in _FAMILIES.items() for name in (family.replace("_", ""), *others)
-}
+_FAMILY = {name: family for family, names in _FAMILIES.items() for name in names.split()}
 SAME_SIZES = frozenset({"allreduce", "broadcast", "allgatherbase", "reducescatterbase"})
 """Names of operations whose sizes are the same on all ranks; of others, as of lists, they may differ."""
 WAITS_FOR_ALL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Operations that end nowhere before every rank has come."""
 OF_SOME = frozenset({"send", "recv", "coalesced"})
 """Operations of some of a group's ranks: others have other numbers."""
+
+
+def group_name(name: str, description: str | None) -> str:
+    """Return what a group is called here."""
+    return f"{name}:{description}" if description not in (None, "", "undefined") else name
 
 
 def plain(name: str) -> str:

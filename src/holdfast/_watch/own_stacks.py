@@ -20,17 +20,9 @@ from holdfast._roster.process import activity, memory_stall
 from holdfast._torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import MOST_CALLS, operations_of, progress_of
-from holdfast._watch.evidence import (
-    AT_EXIT,
-    OPERATION,
-    ROLL_CALL,
-    Call,
-    Ending,
-    Operation,
-    Rank,
-    Stack,
-)
+from holdfast._watch.evidence import AT_EXIT, OPERATION, ROLL_CALL, Call, Ending, Operation, Rank, Stack
 from holdfast._watch.log_lines import CONSEQUENCE
+from holdfast._watch.names import group_name
 from holdfast._watch.shared_call import is_own
 
 _OPENS = "_new_process_group_helper"
@@ -88,14 +80,11 @@ def _names(frames: Iterable[FrameType]) -> dict[str, str]:
             return {"group_name": str(known.get("group_name")), "members": members}
         if frame.f_code.co_name in _OF_A_PEER and frame.f_code.co_filename.endswith("distributed_c10d.py"):
             known = _variables(frame)
-            peer = next((known[name] for name in ("src", "dst") if isinstance(known.get(name), int)), None)
-            local = next(
-                (known[name] for name in ("group_src", "group_dst") if known.get(name) is not None), None
-            )
-            if peer is None and isinstance(local, int):
+            peer, local = (known.get(f"{of}src", known.get(f"{of}dst")) for of in ("", "group_"))
+            if not isinstance(peer, int) and isinstance(local, int):
                 with suppress(ValueError, RuntimeError):  # a group that is gone
                     peer = dist.get_global_rank(known.get("group") or dist.group.WORLD, local)  # type: ignore[arg-type]
-            return {"peer": str(peer)} if peer is not None else {}
+            return {"peer": str(peer)} if isinstance(peer, int) else {}
     return {}
 
 
@@ -123,22 +112,17 @@ class Look:
         self._at = time.time()
         for record in flight_records(entries=True):
             self._groups.append(operations_of(record, collector, ROLL_CALL, rank, self._at))
-        operations = [operation for one in presences if (operation := _operation(one)) is not None]
-        for operation in operations:
-            collector.note_operation(rank, operation)
-        recorded = collector.evidence().ranks.get(rank, Rank(rank))
-        members = {
-            f"{group.name}:{group.description}" if group.description else group.name: group.ranks
-            for group in known_groups()
-        }
+        members = {group_name(group.name, group.description): group.ranks for group in known_groups()}
         # Of groups that the program has named itself, some members may be of another job.
         self.members = {name: ranks for name, ranks in members.items() if is_own(name) and min(ranks) == rank}
         """Of the groups of which this rank is the first."""
         for presence in presences:
-            own, waited_for = _operation(presence), set(presence.waiting_for or ())
-            # The first that is in it tells.
-            if own is not None and rank == min(set(presence.participants) - waited_for, default=None):
-                self.members[own.group] = tuple(presence.participants)
+            if (own := _operation(presence)) is not None:
+                collector.note_operation(rank, own)
+                # The first that is in it tells.
+                if rank == min(set(presence.participants) - set(presence.waiting_for or ()), default=None):
+                    self.members[own.group] = tuple(presence.participants)
+        recorded = collector.evidence().ranks.get(rank, Rank(rank))
         self.found = msgspec.structs.replace(
             recorded, stacks=stacks_here(), phase=events.phase_now(), endings=_raised()
         )
@@ -149,10 +133,9 @@ class Look:
         later: the stacks of the second look.
         """
         passed = time.time() - self._at
-        records = flight_records()
         progress = {
             one.group: one
-            for record, groups in zip(records, self._groups, strict=False)
+            for record, groups in zip(flight_records(), self._groups, strict=False)
             for one in progress_of(record, groups, ROLL_CALL)
         }
         waits = {(one.group, one.number) for one in map(_operation, presences) if one is not None}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import select
 import stat
 import zlib
-from typing import Any, BinaryIO
+from contextlib import suppress
+from typing import Any
 
 from holdfast.errors import BadInput
 
@@ -81,31 +83,20 @@ class _AsFound(io.FileIO):
         return read
 
 
-class _Unpacked(io.RawIOBase):
+class _Unpacked(gzip.GzipFile):
     """What a gzip file holds, as far as it is whole: of a log whose writer was killed, the end is missing."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._inner, self._left = file, zlib.decompressobj(31), b""
+    def __init__(self, file: io.BufferedReader[Any]) -> None:
+        super().__init__(fileobj=file)
+        self._packed = file
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: memoryview) -> int:  # type: ignore[override]
-        while True:
-            try:
-                found = self._inner.decompress(self._left, len(into))
-            except zlib.error:
-                return 0
-            self._left = self._inner.unconsumed_tail
-            if self._inner.eof:  # another part may follow
-                self._left, self._inner = self._inner.unused_data, zlib.decompressobj(31)
-            if found:
-                into[: len(found)] = found
-                return len(found)
-            self._left = self._left or self._file.read(1 << 16)
-            if not self._left:
-                return 0
+    def readinto(self, into: Any) -> int:
+        with suppress(EOFError, zlib.error, gzip.BadGzipFile):
+            found = self.read1(len(into))
+            into[: len(found)] = found
+            return len(found)
+        return 0
 
     def close(self) -> None:
-        self._file.close()
         super().close()
+        self._packed.close()

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from holdfast._watch.evidence import Evidence, Rank, is_of_a_library
-from holdfast._watch.positions import BUSY, Position, later_of, position_of, position_of_rank
+from holdfast._watch.positions import BUSY, Position, later_of, position_among, position_of, positions_of
 from holdfast._watch.verdict import Place, listed
 
 MOVED = 1 << 16
@@ -21,13 +21,11 @@ SHOWN = 8
 def places(evidence: Evidence) -> tuple[Place, ...]:
     """Group ranks by where they are, the fewest first."""
     found: dict[str, list[int]] = defaultdict(list)
-    for number in sorted(evidence.shown()):
-        rank = evidence.ranks[number]
-        one = position_of_rank(rank)
-        found[f"{_does(one)} at {one.call}" + (f", in {rank.phase}" if rank.phase else "")].append(number)
-    return tuple(
-        Place(tuple(ranks), text) for text, ranks in sorted(found.items(), key=lambda item: len(item[1]))
-    )
+    for rank, one in positions_of(evidence).items():
+        phase = evidence.ranks[rank].phase
+        found[f"{_does(one)} at {one.call}" + (f", in {phase}" if phase else "")].append(rank)
+    fewest = sorted(found.items(), key=lambda item: len(item[1]))
+    return tuple(Place(tuple(ranks), text) for text, ranks in fewest)
 
 
 def _does(one: Position) -> str:
@@ -55,7 +53,7 @@ def _facts(rank: Rank) -> Iterator[str]:
                 else "its stacks are not known"
             )
         return
-    one = position_of_rank(rank)
+    one = position_among(rank.stacks)
     later = later_of(rank, one.stack)
     inner = f" in {one.stack.calls[0]}" if one.call != one.stack.calls[0] else ""
     where = f"{_does(one)} at {one.call}{inner}"

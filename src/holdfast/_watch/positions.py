@@ -9,7 +9,7 @@ import re
 from itertools import pairwise
 from typing import NamedTuple
 
-from holdfast._watch.evidence import OPERATION, Call, Rank, Stack, is_of_a_library
+from holdfast._watch.evidence import OPERATION, Call, Evidence, Rank, Stack, is_of_a_library
 
 _TORCH = re.compile(r"torch/(?:distributed|cuda|_tensor|csrc|_C)|^lib(?:cuda|cudart|nccl|torch)")
 _BLOCKED = re.compile(
@@ -23,7 +23,6 @@ _COLLECTIVE = re.compile(
 _OPENING = re.compile(
     r"^(?:init_process_group|new_group|_new_process_group_helper|_store_based_barrier|split_group)$"
 )
-_BACKWARD = re.compile(r"^_engine_run_backward$")
 _EXITS = re.compile(
     r"^(?:_run_exitfuncs atexit|"
     r"(?:_shutdown \S*threading|_exit_function \S*multiprocessing/util|_python_exit \S*concurrent/\S*)\.py)$"
@@ -74,21 +73,18 @@ def position_of(stack: Stack) -> Position:
     if any(_OPENING.match(call.function) for call in calls[:6] if "distributed" in call.file):
         return Position(stack, "opens")
     inner = [call for call in calls[:8] if _TORCH.search(call.file)]
-    in_collective = any(
-        "distributed" in call.file and _COLLECTIVE.search(call.function) for call in inner[:3]
-    )
     # A function of torch that calls back into Python, such as a plan of a save, is work, and no wait.
-    innermost = calls[0]
-    blocked = bool(_TORCH.search(innermost.file)) and (
-        _BLOCKED.match(innermost.function) is not None
-        or ("distributed" in innermost.file and _COLLECTIVE.search(innermost.function) is not None)
-    )
-    helper = len(calls) > 1 and innermost.function == "wrapper" and in_collective
-    if blocked or helper:
+    is_torchs = _TORCH.search(calls[0].file) is not None
+    blocked = is_torchs and (_BLOCKED.match(calls[0].function) is not None or _is_collective(calls[0]))
+    if blocked or (calls[0].function == "wrapper" and any(map(_is_collective, inner[:3]))):
         return Position(stack, "waits")
-    if _BACKWARD.match(innermost.function):
+    if calls[0].function == "_engine_run_backward":
         return Position(stack, "differentiates")
     return Position(stack, "exits" if has_ended(stack) else "is")
+
+
+def _is_collective(call: Call) -> bool:
+    return "distributed" in call.file and _COLLECTIVE.search(call.function) is not None
 
 
 def has_ended(stack: Stack) -> bool:
@@ -103,12 +99,9 @@ def is_in_its_program(stack: Stack) -> bool:
     return begins and not has_ended(stack)
 
 
-def position_of_rank(rank: Rank) -> Position:
-    """Return what a rank does: its main thread or, if that waits for another thread, one that is blocked."""
-    return _position_of(rank.stacks)
-
-
-def _position_of(stacks: tuple[Stack, ...]) -> Position:
+def position_among(stacks: tuple[Stack, ...]) -> Position:
+    """Return what a rank with these threads does: its main thread or, if that waits for another thread, one
+    that is blocked."""
     positions = [position_of(stack) for stack in stacks]
     ours = [stack for stack in stacks if stack.thread == OPERATION]
     if ours and any(call.file.endswith("_protocol/runner.py") for call in stacks[0].calls[:6]):
@@ -121,12 +114,15 @@ def _position_of(stacks: tuple[Stack, ...]) -> Position:
     return blocked[0] if blocked and positions[0].rests_in_python else positions[0]
 
 
+def positions_of(evidence: Evidence) -> dict[int, Position]:
+    """Return what each rank does whose stacks are known."""
+    return {rank: position_among(evidence.ranks[rank].stacks) for rank in evidence.shown()}
+
+
 def later_of(rank: Rank, stack: Stack) -> Stack | None:
     """Return the second look at a thread; None if there was none, or the thread has ended."""
     same = [one for one in rank.later if (one.ident, one.thread) == (stack.ident, stack.thread)]
-    if not same and stack is rank.stacks[0] and rank.later:
-        return rank.later[0]
-    return next(iter(same), None)
+    return next(iter(same or (rank.later if stack is rank.stacks[0] else ())), None)
 
 
 BUSY = 0.2
@@ -136,19 +132,23 @@ BUSY = 0.2
 def may_be_at_its_gpu(rank: Rank, one: Position) -> bool:
     """Return whether a rank may wait for its GPU in a call such as `.item()`, which is in C: a stack shows
     the line of the program. It uses the CPU then, as far as that is known."""
-    later = later_of(rank, one.stack)
-    rests = rank.busy is not None and rank.busy <= BUSY
-    moves = later is not None and later.calls != one.stack.calls
-    return one.does == "is" and not one.rests_in_python and not moves and not rests
+    return _stands(rank, one) and not _rests(rank)
 
 
 def rests_in_c(rank: Rank, one: Position) -> bool:
     """Return whether a thread stood at one line of the program without work: in a call of C, such as
     `work.wait()` or `time.sleep()`."""
+    return _stands(rank, one) and _rests(rank)
+
+
+def _stands(rank: Rank, one: Position) -> bool:
     later = later_of(rank, one.stack)
-    rests = rank.busy is not None and rank.busy <= BUSY
     still = later is None or later.calls == one.stack.calls
-    return one.does == "is" and not one.rests_in_python and still and rests
+    return one.does == "is" and not one.rests_in_python and still
+
+
+def _rests(rank: Rank) -> bool:
+    return rank.busy is not None and rank.busy <= BUSY
 
 
 def is_held(rank: Rank, one: Position) -> bool:
@@ -159,5 +159,5 @@ def is_held(rank: Rank, one: Position) -> bool:
     if later is None:
         return False
     again = position_of(later)
-    again = again if again.is_blocked else _position_of(rank.later)
+    again = again if again.is_blocked else position_among(rank.later)
     return again.is_blocked and again.call == one.call

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from holdfast._recording import EVENTS
 from holdfast._watch.collector import Collector
-from holdfast._watch.dumps import (
-    is_stacks,
-    number_of_name,
-    ranks_of_names,
-    read_json,
-    read_pickle,
-    read_stacks,
-)
+from holdfast._watch.dumps import PICKLE, is_stacks, number_of_name, ranks_of_names, read_dump, read_stacks
 from holdfast._watch.evidence import Evidence, Source
 from holdfast._watch.log import LogReader, is_of_one_rank
 from holdfast._watch.log_lines import is_json_of_forwarder
@@ -29,18 +22,7 @@ LARGEST_DUMP = 256 << 20
 """Bytes of a dump that is read as a whole; logs are streamed."""
 FILES = 20_000
 _IS_OF_RANK = re.compile(r"^rank-\d+\.json$")
-_NO_EVIDENCE = (
-    ".part",
-    ".safetensors",
-    ".distcp",
-    ".pt",
-    ".pth",
-    ".bin",
-    ".npy",
-    ".py",
-    ".so",
-    ".zip",
-)
+_NO_EVIDENCE = (".part", ".safetensors", ".distcp", ".pt", ".pth", ".bin", ".npy", ".py", ".so", ".zip")
 """Files of a folder that are not looked at."""
 _PACKED_LOG = re.compile(r"\.(?:log|out|err|txt)[-.\d]*\.gz$")
 
@@ -59,17 +41,19 @@ def read_all(paths: Iterable[str]) -> Evidence:
     for file, is_given in files.items():
         try:
             _read(file, ranks.get(file), collector)
-            collector.files.append(file)
+            continue
+        except OSError as error:
+            problem = BadInput(f"{file} can't be read: {error.strerror}.")
         except BadInput as error:
-            refused.append(error)
-            if is_given:
-                raise
-            # A folder has other files, too, and some that were not written to their end.
-            collector.remark("not read", error.message, Source(file))
-    if refused and not collector.files:
-        raise refused[0]
-    if not collector.files:
-        raise BadInput("There is nothing to read.", hint="Give logs, dumps, or a folder of them.")
+            problem = error
+        if is_given:
+            raise problem
+        refused.append(problem)
+        # A folder has other files, too, and some that were not written to their end.
+        collector.remark("not read", problem.message, Source(file))
+    if len(refused) == len(files):
+        nothing = BadInput("There is nothing to read.", hint="Give logs, dumps, or a folder of them.")
+        raise refused[0] if refused else nothing
     return collector.evidence()
 
 
@@ -85,19 +69,7 @@ def _files(path: str) -> list[str]:
     if os.path.basename(os.path.dirname(os.path.abspath(path))) == ROLL_CALLS:
         names = sorted(name for name in os.listdir(path) if _IS_OF_RANK.match(name))
         return list(filter(os.path.isfile, (os.path.join(path, name) for name in names)))
-    found = sorted(
-        islice(
-            (
-                file
-                for folder, _, names in os.walk(path)
-                if folder != os.path.join(path, EVENTS)  # they tell when, and not why
-                for name in names
-                # Nobody may ever write to a FIFO.
-                if _may_tell(name) and os.path.isfile(file := os.path.join(folder, name))
-            ),
-            FILES + 1,
-        )
-    )
+    found = sorted(islice(_that_may_tell(path), FILES + 1))
     if not found:
         raise BadInput(f"{path} has no files.")
     if len(found) > FILES:
@@ -105,63 +77,53 @@ def _files(path: str) -> list[str]:
     return found
 
 
-def _may_tell(name: str) -> bool:
-    if name.endswith(".gz"):
-        return _PACKED_LOG.search(name) is not None
-    return not name.endswith(_NO_EVIDENCE)
+def _that_may_tell(path: str) -> Iterator[str]:
+    for folder, _, names in os.walk(path):
+        if folder == os.path.join(path, EVENTS):
+            continue  # they tell when, and not why
+        for name in names:
+            may = _PACKED_LOG.search(name) if name.endswith(".gz") else not name.endswith(_NO_EVIDENCE)
+            # Nobody may ever write to a FIFO.
+            if may and os.path.isfile(file := os.path.join(folder, name)):
+                yield file
 
 
 def _read(path: str, rank: int | None, collector: Collector) -> None:
     name = os.path.basename(path) if number_of_name(path) or rank is not None else path
     is_later = "again" in os.path.basename(path)
-    try:
-        with opened(path) as file:
-            head = file.peek(HEAD)[:HEAD]
-            start = head.lstrip()[:1]
-            if head[:1] == b"\x80" or start in (b"{", b"["):
-                if rank is None and start != b"[" and (number := number_of_name(path)) is not None:
-                    rank = number[0]  # torch writes it behind the name that it is given for flight records
-                if head[:1] == b"\x80":
-                    read_pickle(_whole(file.read(LARGEST_DUMP + 1), path), collector, name, rank)
-                    return
-                if _is_json(head) and not is_json_of_forwarder(head.partition(b"\n")[0]):
-                    read_json(_whole(file.read(LARGEST_DUMP + 1), path), collector, name, rank, is_later)
-                    return
-            text = head.replace(b"\0", b"").decode(errors="replace")
-            lines = (
-                line.replace(b"\0", b"").decode(errors="replace").rstrip()
-                for line in iter(lambda: file.readline(1 << 16), b"")
-            )
-            if is_stacks(text):
-                read_stacks(lines, collector, name, rank, is_later)
-                _read_log(path, name, rank, collector)
-                return
-            if is_ras(text):
-                read_ras(lines, collector, name)
-                _read_log(path, name, None, collector)
-                return
+    with opened(path) as file:
+        head = file.peek(HEAD)[:HEAD]
+        if head[:1] == PICKLE or _is_json(head):
+            data = file.read(LARGEST_DUMP + 1)
+            if len(data) > LARGEST_DUMP:
+                raise BadInput(f"{path} has more than {LARGEST_DUMP >> 20} MiB, and is no log.")
+            if rank is None and not data.lstrip().startswith(b"[") and (number := number_of_name(path)):
+                rank = number[0]  # torch writes it behind the name that it is given for flight records
+            read_dump(data, collector, name, rank, is_later)
+            return
+        text = head.replace(b"\0", b"").decode(errors="replace")
+        lines = (
+            line.replace(b"\0", b"").decode(errors="replace").rstrip()
+            for line in iter(lambda: file.readline(1 << 16), b"")
+        )
+        if is_stacks(text):
+            read_stacks(lines, collector, name, rank, is_later)
+        elif is_ras(text):
+            read_ras(lines, collector, name)
+            rank = None
+        else:
             if rank is not None and os.path.isfile(path):
                 with opened(path) as again:
                     rank = rank if is_of_one_rank(again, rank) else None
             LogReader(collector, name, rank).read(file)
-    except OSError as error:
-        raise BadInput(f"{path} can't be read: {error.strerror}.") from None
-
-
-def _read_log(path: str, name: str, rank: int | None, collector: Collector) -> None:
-    """Read the log that a dump stands in, if it can be read once more."""
+            return
     if os.path.isfile(path):
-        with opened(path) as again:
+        with opened(path) as again:  # the log that a dump stands in
             LogReader(collector, name, rank).read(again)
 
 
 def _is_json(head: bytes) -> bool:
-    """Return whether a file is JSON, and no log whose first line begins with a bracket."""
+    """Return whether a file is JSON, and no log that begins with a bracket, or is a forwarder's."""
     start = head.lstrip()
-    return start[1:].lstrip()[:1] in (b'"', b"{", b"}", b"]") and b'"' in start[:200]
-
-
-def _whole(data: bytes, path: str) -> bytes:
-    if len(data) > LARGEST_DUMP:
-        raise BadInput(f"{path} has more than {LARGEST_DUMP >> 20} MiB, and is no log.")
-    return data
+    begins = start[:1] in (b"{", b"[") and start[1:].lstrip()[:1] in (b'"', b"{", b"}", b"]")
+    return begins and b'"' in start[:200] and not is_json_of_forwarder(head.partition(b"\n")[0])

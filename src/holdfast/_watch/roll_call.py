@@ -22,11 +22,10 @@ from weakref import ref
 import msgspec
 
 from holdfast import events
-from holdfast._deadline import Deadline
 from holdfast._heart import heart
 from holdfast._options import roll_call_folder
 from holdfast._roster.base import Roster
-from holdfast._roster.beacon import Beacon, Presence, beacon_of
+from holdfast._roster.beacon import Beacon, beacon_of
 from holdfast._roster.presence import pace, read, see
 from holdfast._threads import start_thread
 from holdfast._torch_private import flight_records, shortest_timeout
@@ -94,10 +93,9 @@ class Pending:
         if not any(key == missed and done > before for key, _, done in _statuses()):
             return None
         self._missed = None
-        between = now - last
         if last - since >= limit:
             return now - since, "has failed by its timeout"
-        in_time = now - since + between < limit
+        in_time = now - since + (now - last) < limit
         return now - since, "is over" if in_time else "has ended, or failed by its timeout"
 
     def tell(self) -> None:
@@ -123,27 +121,6 @@ def _statuses() -> Iterable[tuple[tuple[int, str], int, int]]:
             yield (number, group), int(enqueued), int(done)
 
 
-class OwnWaits:
-    """Waits of Holdfast's own, in saves, loads and what stands in for a collective."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def too_long(self, operations: list[Presence]) -> tuple[Presence, Deadline] | None:
-        """Return a wait that has taken half of its time, and was not told yet, with its deadline."""
-        for one in operations:
-            deadline = one.deadline
-            if deadline is None or not one.waiting_for or one.operation in self._told:
-                continue
-            if deadline.left() <= (1 - SHARE) * deadline.seconds:
-                return one, deadline
-        return None
-
-    def tell(self, operations: list[Presence]) -> None:
-        """Note that all waits of now were told of."""
-        self._told = {one.operation for one in operations if one.waiting_for}
-
-
 class RollCall:
     """The roll calls of one rank: a duty of the heart, from `install` to `uninstall`."""
 
@@ -155,7 +132,8 @@ class RollCall:
         """Of the next call."""
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
-        self._own_waits = OwnWaits()
+        self._told: set[str] = set()
+        """Waits of Holdfast's own that were told of: in saves, loads and what stands in for a collective."""
         self._waiting_call: tuple[str, str] | None = None
         """A call in the folder that this job has no part in yet, and why it was made."""
         self._joined: set[str] = set()
@@ -202,10 +180,13 @@ class RollCall:
         if (waited := self._pending.too_long()) is not None:
             why = f"a collective has taken {waited[0]:.0f} of {waited[1]:.0f} s"
             return Asked(rank, why, min(AGAIN, waited[1] / 8), time.time())
-        if (own := self._own_waits.too_long(beacon.operations)) is not None:
-            presence, deadline = own
-            why = f"{presence.title} has taken {deadline.elapsed():.0f} s, with {deadline.left():.0f} s left"
-            return Asked(rank, why, min(AGAIN, deadline.seconds / 8), time.time())
+        for one in beacon.operations:
+            deadline = one.deadline
+            if deadline is None or not one.waiting_for or one.operation in self._told:
+                continue
+            if deadline.left() <= (1 - SHARE) * deadline.seconds:
+                why = f"{one.title} has taken {deadline.elapsed():.0f} s, with {deadline.left():.0f} s left"
+                return Asked(rank, why, min(AGAIN, deadline.seconds / 8), time.time())
         if self._waiting_call is not None and self._waiting_call[0] not in self._joined:
             name, why = self._waiting_call
             return Asked(rank, why, BRIEFLY, time.time(), name)
@@ -249,7 +230,7 @@ class RollCall:
         except Exception as error:  # a job must not notice it
             log.warning("A roll call could not be answered: %s: %s", type(error).__name__, error)
         self._pending.tell()
-        self._own_waits.tell(beacon.operations)
+        self._told = {one.operation for one in beacon.operations if one.waiting_for}
 
     def close(self) -> None:
         self._over.set()

@@ -54,8 +54,6 @@ class Part(msgspec.Struct, frozen=True):
 
     def rank(self, rank: Rank) -> Rank:
         """Return what is known of a rank under its number in the call."""
-        if not self.number:
-            return rank
         change = msgspec.structs.replace
         return change(
             rank,
@@ -150,22 +148,16 @@ def read_answers(path: str, jobs: Iterable[Part]) -> tuple[dict[str, Any], bool]
     """Return what ranks of jobs have written by now, by the names of their files, and whether each of them
     has answered twice."""
     found: dict[str, Any] = {}
-    try:
-        folder = folder_of(path)
-    except OSError:
-        return {}, False
-    whole = True
-    with folder as call:
-        for job in jobs:
-            for rank in range(job.first, job.first + job.world_size):
-                name = f"rank-{rank}.json"
-                try:
-                    found[name] = msgspec.json.decode(call.read(name, LARGE))
-                    whole = whole and bool(
-                        found[name]["roll_call"]["later"] or found[name]["roll_call"]["endings"]
-                    )
-                except (OSError, *NO_JSON, LookupError, TypeError):
-                    whole = False
+    whole = False
+    with suppress(OSError), folder_of(path) as call:
+        whole = True
+        for rank in (job.first + rank for job in jobs for rank in range(job.world_size)):
+            try:
+                answer = msgspec.json.decode(call.read(f"rank-{rank}.json", LARGE))
+                found[f"rank-{rank}.json"] = answer
+                whole = whole and bool(answer["roll_call"]["later"] or answer["roll_call"]["endings"])
+            except (OSError, *NO_JSON, LookupError, TypeError):
+                whole = False
     return found, whole
 
 

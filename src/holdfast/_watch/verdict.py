@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
@@ -121,7 +122,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
         return "\n".join(f"{line}." for line in lines) or "No rank is known to wait for another."
 
 
-def listed(ranks: tuple[int, ...] | list[int] | set[int] | frozenset[int]) -> str:
+def listed(ranks: Collection[int]) -> str:
     """Format ranks as `rank 3` or `ranks 0-6, 8`."""
     runs = ranks_text(ranks).split(",")
     text, more = ", ".join(runs[:12]), " and more" if len(runs) > 12 else ""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from holdfast._watch.evidence import ROLL_CALL, UNKNOWN, Evidence, Operation, Rank, Stack
 from holdfast._watch.names import OF_SOME
-from holdfast._watch.positions import is_held, may_be_at_its_gpu, position_of, position_of_rank, rests_in_c
+from holdfast._watch.positions import is_held, may_be_at_its_gpu, position_among, position_of, rests_in_c
 
 Table = dict[str, dict[int, dict[int, Operation]]]
 """By group and number, the operation of each rank."""
@@ -27,20 +27,14 @@ def table_of(evidence: Evidence) -> Table:
     alone = next(iter(groups)) if len(groups) == 1 else ""
     # Where a rank counts otherwise in its group, groups of some ranks are in use, and a rank 1 may be of any.
     in_parts = any(one.group_rank not in (None, rank) for rank, one in evidence.operations() if not one.group)
+    of_all = (alone or "default_pg") if not groups or alone.endswith(":default_pg") else ""
     for rank, one in evidence.operations():
-        group = one.group
-        if one.kind in OF_SOME or group.endswith("/p2p") or one.number == UNKNOWN:
+        # Other groups of other ranks have the same local number.
+        is_local = one.group.startswith("PG ") and one.group_rank != rank
+        if one.kind in OF_SOME or one.group.endswith("/p2p") or one.number == UNKNOWN or is_local:
             continue
-        if group.startswith("PG ") and one.group_rank != rank:
-            continue  # other groups of other ranks have the same local number
-        if (
-            not group
-            and one.group_rank == rank
-            and not in_parts
-            and (not groups or alone.endswith(":default_pg"))
-        ):
-            # A line without a group, of a rank that counts in it as in the world.
-            group = alone or "default_pg"
+        # A line without a group, of a rank that counts in it as in the world.
+        group = one.group or (of_all if one.group_rank == rank and not in_parts else "")
         if group:
             # The pending one counts, if there was another before.
             known = table[group][one.number].get(rank)
@@ -80,25 +74,21 @@ class Waits:
         self.whole: list[tuple[str, int, dict[int, Operation]]] = []
         """Pending operations that every member has come to: group, number, and what each rank has issued."""
         self._next: dict[tuple[str, int], list[Thread]] = {}
-        self._entered: dict[tuple[str, int], int] = {}
-        self._counted = {rank for rank, _ in evidence.operations()}
-        for seen in evidence.ranks.values():
-            for progress in seen.progress:
-                self._counted.add(seen.rank)
-                self._entered[progress.group, seen.rank] = progress.enqueued
+        self._entered = {(one.group, rank): one.enqueued for rank, one in evidence.progress()}
         # Who has ended comes no more, and who has answered a roll call itself has read its record, which may
         # be empty. Of others without any count, nothing is known.
         answered = {rank for rank, stack in evidence.shown().items() if stack.ident}
-        self._counted |= answered | {rank.rank for rank in evidence.ranks.values() if rank.endings}
-        table = table_of(evidence)
-        for group, numbers in table.items():
+        told = (*evidence.operations(), *evidence.progress(), *evidence.endings())
+        counted = answered | {rank for rank, _ in told}
+        self.table = table_of(evidence)
+        for group, numbers in self.table.items():
             for number, ranks in numbers.items():
                 for rank in ranks:
                     self._entered[group, rank] = max(number, self._entered.get((group, rank), 0))
-        for group, numbers in table.items():
+        for group, numbers in self.table.items():
             # Without the list of members, the ranks that were seen in the group.
             seen_in_it = {rank for ranks in numbers.values() for rank in ranks}
-            members = set(evidence.members.get(group, seen_in_it)) & self._counted
+            members = set(evidence.members.get(group, seen_in_it)) & counted
             for number, ranks in sorted(numbers.items()):
                 self._note(group, number, ranks, members)
         self._opens = {
@@ -106,8 +96,8 @@ class Waits:
             for rank, stack in evidence.shown().items()
             if "group_name" in stack.names
         }
-        for seen in evidence.ranks.values():
-            self._note_unrecorded(seen)
+        for rank in evidence.shown():
+            self._note_unrecorded(evidence.ranks[rank])
 
     def _note(self, group: str, number: int, ranks: dict[int, Operation], members: set[int]) -> None:
         pending = {rank: one for rank, one in ranks.items() if one.is_pending}
@@ -128,9 +118,7 @@ class Waits:
 
     def _note_unrecorded(self, seen: Rank) -> None:
         """Note what no record has: messages of gloo, and groups that are being opened."""
-        if not seen.stacks:
-            return
-        position = position_of_rank(seen)
+        position = position_among(seen.stacks)
         thread, names = (seen.rank, _name(seen, position.stack)), position.stack.names
         if thread in self.of or not is_held(seen, position):
             return
@@ -142,9 +130,8 @@ class Waits:
             # Members that open another group meanwhile; others may have opened it already.
             name, group = "opening", names["group_name"]
             members = set(map(int, names["members"].split(",")))
-            absent = {
-                rank for rank in members & self._opens.keys() if self._opens[rank] != self._opens[seen.rank]
-            }
+            own = self._opens[seen.rank]
+            absent = {rank for rank in members & self._opens.keys() if self._opens[rank] != own}
         if absent:
             operation = Operation(group, UNKNOWN, name, "started", position.stack.source)
             self.of[thread] = Wait(thread, group, operation, frozenset(absent))
@@ -155,7 +142,7 @@ class Waits:
         if not rank.stacks:
             return "", True
         issued = next((stack for stack in rank.stacks if one.thread and stack.ident == one.thread), None)
-        position = position_of(issued) if issued is not None else position_of_rank(rank)
+        position = position_of(issued) if issued is not None else position_among(rank.stacks)
         name = _name(rank, position.stack)
         if is_held(rank, position):
             return name, True

@@ -3,112 +3,96 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 
 from holdfast._watch.evidence import UNKNOWN, Evidence, Rank
 from holdfast._watch.places import known_of
-from holdfast._watch.positions import Position, is_held, may_be_at_its_gpu, position_of_rank
+from holdfast._watch.positions import Position, is_held, may_be_at_its_gpu, positions_of
 from holdfast._watch.verdict import Observation, Who, listed
-from holdfast._watch.waits import Wait, Waits
+from holdfast._watch.waits import Waits
 from holdfast._watch.why import observed
+
+SEEN = 8
+"""Waits that are told with a result."""
 
 
 def who_waits(evidence: Evidence, waits: Waits) -> Who | None:
     """Return the first that the evidence tells, from the strongest to the weakest."""
-    return next(iter(_all(evidence, waits)), None)
-
-
-def _all(evidence: Evidence, waits: Waits) -> Iterator[Who]:
-    yield from _by_counts(evidence, waits)
-    yield from _nobody_is_missing(evidence, waits)
-    yield from _opening(evidence)
-    yield from _by_stacks(evidence)
-    yield from _by_log(evidence)
+    counts = _by_counts(evidence, waits), _nobody_is_missing(evidence, waits)
+    return next(chain(*counts, _opening(evidence), _by_stacks(evidence), _by_log(evidence)), None)
 
 
 def _by_counts(evidence: Evidence, waits: Waits) -> Iterator[Who]:
     if not waits.of:
         return
-    circle = waits.cycle()
+    circle, at = waits.cycle(), positions_of(evidence)
     # Whoever else is missing: those of a cycle wait for ever.
     roots = {rank for rank, _ in waits.roots()} if not circle else set[int]()
-    opaque = {rank for rank in roots if _is_blocked(evidence, rank)}
+    opaque = {rank for rank in roots & at.keys() if is_held(evidence.ranks[rank], at[rank])}
     absent = roots - opaque or roots
-    first = next((wait for wait in waits.of.values() if absent & wait.absent), None)
-    if first is None:
-        first = circle[0] if circle else next(iter(waits.of.values()))
-    waiting = tuple(sorted({wait.rank for wait in waits.of.values()} - absent))
+    default = circle[0] if circle else next(iter(waits.of.values()))
+    first = next((wait for wait in waits.of.values() if absent & wait.absent), default)
+    waiting = {wait.rank for wait in waits.of.values()} - absent
     same = [wait for wait in waits.of.values() if wait.key == first.key]
+    here = {wait.rank for wait in same}
     seconds = max((wait.operation.seconds for wait in same if wait.operation.seconds), default=None)
-    behind = set(waiting) - {one.rank for one in same}
-    what = f"{first.operation.label}" + (f" of group {first.group}" if first.group else "")
-    text = f"{listed({one.rank for one in same})} {_wait(len(same))} in {what}"
+    text = f"{listed(here)} {_do(here, 'waits')} in {first.operation.label}"
+    text += f" of group {first.group}" if first.group else ""
     text += f" for {seconds:.0f} s" if seconds else ""
-    here, unheard = absent & first.absent, absent - evidence.ranks.keys()
-    if here and here == unheard:
-        text += f"; all others have come to it, and {listed(here)} {_has(here)} not answered"
-    elif here:
-        text += f"; {listed(here)} {_has(here)} not come to it"
-    if others := absent - first.absent:
-        text += f"; {listed(others)}, for which ranks wait elsewhere, {_has(others)} not come either"
+    away = absent & first.absent
+    if away and away == absent - evidence.ranks.keys():
+        text += f"; all others have come to it, and {listed(away)} {_do(away, 'has')} not answered"
+    elif away:
+        text += f"; {listed(away)} {_do(away, 'has')} not come to it"
+    if others := absent - away:
+        text += f"; {listed(others)}, for which ranks wait elsewhere, {_do(others, 'has')} not come either"
     if not absent:
-        wait_too = _wait(len(first.absent)) if circle else "may wait"
+        wait_too = _do(first.absent, "waits") if circle else "may wait"
         text += f", for {listed(first.absent)}, which {wait_too}, too"
-    text += f"; {listed(behind)} {_wait(len(behind))} in other operations" if behind else ""
-    calls = {rank: position_of_rank(evidence.ranks[rank]).call for rank in absent & evidence.shown().keys()}
+    if behind := waiting - here:
+        text += f"; {listed(behind)} {_do(behind, 'waits')} in other operations"
+    # One that waits in an operation that torch does not record may wait for another one; but not if few do,
+    # and in none of two ranks.
+    messages = _exchange((at[rank] for rank in opaque), _MESSAGES | {"wait"})
+    clear = absent - opaque or (absent and not messages and 2 * len(opaque) < len(evidence.ranks))
+    shown = sorted(absent & at.keys())
     yield Who(
         text,
-        # One that waits in an operation that torch does not record may wait for another one.
-        _to_look_at(evidence, set(waiting), absent)
-        if absent and (absent - opaque or _is_alone(evidence, opaque))
-        else None,
+        _to_look_at(evidence, waiting, absent) if clear else None,
         "counts",
-        waiting,
+        tuple(sorted(waiting)),
         tuple(sorted(absent)),
         first.group,
         first.operation.name,
         None if first.operation.number == UNKNOWN else first.operation.number,
         seconds,
-        calls[min(calls)] if calls else next(iter(first.operation.calls), None),
+        at[shown[0]].call if shown else next(iter(first.operation.calls), None),
         known_of(evidence, sorted(absent)),
-        _seen(same),
+        tuple(observed(wait.rank, wait.operation) for wait in same[:SEEN]),
     )
 
 
 def _to_look_at(evidence: Evidence, waiting: set[int], absent: set[int]) -> tuple[int, ...] | None:
     """Return the ranks that are not there. If these have ended with success, the fewer of both are unlike the
     others: one that waits after the end of all others is the one to look at."""
-    away = all(rank in evidence.ranks and evidence.ranks[rank].is_away for rank in absent)
-    if away and len(waiting) <= len(absent):
+    away = {rank for rank, ending in evidence.endings() if ending.is_clean}
+    if absent <= away and len(waiting) <= len(absent):
         return tuple(sorted(waiting)) if len(waiting) < len(absent) else None
     return tuple(sorted(absent))
 
 
-def _is_alone(evidence: Evidence, ranks: set[int]) -> bool:
-    """Return whether ranks that wait in an operation without a number are few, and none of two ranks."""
-    positions = [position_of_rank(evidence.ranks[rank]) for rank in ranks]
-    messages = any(call.function in _MESSAGES for one in positions for call in one.stack.calls[:4])
-    return not messages and 2 * len(ranks) < len(evidence.ranks)
+_MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
-_MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "wait"}
+def _exchange(positions: Iterable[Position], functions: set[str]) -> bool:
+    """Return whether a thread is in one of these functions, as of messages between two ranks."""
+    return any(call.function in functions for one in positions for call in one.stack.calls[:4])
 
 
-def _is_blocked(evidence: Evidence, rank: int) -> bool:
-    seen = evidence.ranks.get(rank)
-    return bool(seen and seen.stacks) and is_held(seen, position_of_rank(seen))  # type: ignore[arg-type]
-
-
-def _wait(count: int) -> str:
-    return "waits" if count == 1 else "wait"
-
-
-def _has(ranks: set[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
-
-
-def _seen(waits: list[Wait]) -> tuple[Observation, ...]:
-    return tuple(observed(wait.rank, wait.operation) for wait in waits[:8])
+def _do(ranks: Collection[int], what: str) -> str:
+    """Return a verb in the number of its ranks."""
+    return what if len(ranks) == 1 else {"waits": "wait", "has": "have", "is": "are"}[what]
 
 
 def _nobody_is_missing(evidence: Evidence, waits: Waits) -> Iterator[Who]:
@@ -129,7 +113,7 @@ def _nobody_is_missing(evidence: Evidence, waits: Waits) -> Iterator[Who]:
     }
     started = {rank for rank, one in ranks.items() if one.state in ("started", "timed out")} - held
     if held and started:
-        differ += f"; {listed(held)} {_has(held)} not started it on the device"
+        differ += f"; {listed(held)} {_do(held, 'has')} not started it on the device"
     yield Who(
         f"all {len(ranks)} ranks of group {group} have come to {first.label}: nobody is missing{differ}",
         tuple(sorted(held)) if held and started and 2 * len(held) < len(ranks) else (),
@@ -141,66 +125,51 @@ def _nobody_is_missing(evidence: Evidence, waits: Waits) -> Iterator[Who]:
         number,
         max((one.seconds for one in ranks.values() if one.seconds), default=None),
         next(iter(first.calls), None),
-        seen=tuple(observed(rank, ranks[rank]) for rank in sorted(ranks)[:8]),
+        seen=tuple(observed(rank, ranks[rank]) for rank in sorted(ranks)[:SEEN]),
     )
 
 
 def _by_stacks(evidence: Evidence) -> Iterator[Who]:
     """Some ranks are blocked, and others are elsewhere or have ended."""
-    positions = {rank: position_of_rank(evidence.ranks[rank]) for rank in evidence.shown()}
-    gone = {rank.rank for rank in evidence.ranks.values() if rank.endings or rank.state} - positions.keys()
-    held = {rank for rank, one in positions.items() if is_held(evidence.ranks[rank], one)}
-    held = {rank for rank in held if not _goes_on(evidence.ranks[rank], positions[rank])}
-    held -= {rank for rank in held if evidence.ranks[rank].endings}
-    elsewhere = positions.keys() - held | gone
-    if not held:
+    at, known = positions_of(evidence), evidence.ranks
+    held = {rank for rank, one in at.items() if is_held(known[rank], one) and not _goes_on(known[rank], one)}
+    away = (at.keys() | {rank.rank for rank in known.values() if rank.endings or rank.state}) - held
+    if not held or not away:
+        yield from _all_wait(evidence, at) if len(held) > 1 else ()
         return
-    if not elsewhere:
-        yield from _all_wait(evidence, positions)
-        return
-    first = positions[min(held)]
-    text = f"{listed(held)} {_wait(len(held))} at {first.call}"
+    first, waiting = at[min(held)], tuple(sorted(held))
+    text = f"{listed(held)} {_do(held, 'waits')} at {first.call}"
     uses_gpus = evidence.backends != {"gloo"}
-    unclear = {
-        rank
-        for rank in elsewhere & positions.keys()
-        if uses_gpus and may_be_at_its_gpu(evidence.ranks[rank], positions[rank])
-    }
-    elsewhere = elsewhere - unclear
-    if not elsewhere:
-        text += (
-            f"; {listed(unclear)} {'is' if len(unclear) == 1 else 'are'} elsewhere, or at a GPU as in .item()"
-        )
-        yield Who(
-            text, None, "stacks", tuple(sorted(held)), call=first.call, known=known_of(evidence, unclear)
-        )
+    unclear = {rank for rank in away & at.keys() if uses_gpus and may_be_at_its_gpu(known[rank], at[rank])}
+    away -= unclear
+    if not away:
+        text += f"; {listed(unclear)} {_do(unclear, 'is')} elsewhere, or at a GPU as in .item()"
+        yield Who(text, None, "stacks", waiting, call=first.call, known=known_of(evidence, unclear))
         return
-    if all(positions[rank].is_at_its_gpu for rank in held) and not positions.keys() - held:
+    if all(at[rank].is_at_its_gpu for rank in held) and not at.keys() - held:
         return  # the others have ended, and what a GPU waits for is not known
-    ranks = _to_look_at(evidence, held, elsewhere)
-    text += f"; {listed(elsewhere)} {'is' if len(elsewhere) == 1 else 'are'} not there"
-    calls = [positions[rank].call for rank in ranks or () if rank in positions]
+    ranks = _to_look_at(evidence, held, away)
     yield Who(
-        text,
+        f"{text}; {listed(away)} {_do(away, 'is')} not there",
         ranks,
         "stacks",
-        tuple(sorted(held)),
-        tuple(sorted(elsewhere)),
-        call=next(iter(calls), first.call),
-        known=known_of(evidence, sorted(elsewhere)),
-        seen=(Observation(_stack(first), first.stack.source),),
+        waiting,
+        tuple(sorted(away)),
+        call=next((at[rank].call for rank in ranks or () if rank in at), first.call),
+        known=known_of(evidence, sorted(away)),
+        seen=_seen(first),
     )
 
 
 def _goes_on(rank: Rank, one: Position) -> bool:
-    """Return whether a rank has completed an operation between the two looks, or computes gradients and has
-    issued none that is pending."""
+    """Return whether a rank has an end, has completed an operation between the two looks, or computes
+    gradients and has issued none that is pending."""
     over = any(other.seconds is not None and not other.is_pending for other in rank.operations)
-    return over or (one.does == "differentiates" and bool(one.stack.ident))
+    return bool(rank.endings) or over or (one.does == "differentiates" and bool(one.stack.ident))
 
 
-def _stack(one: Position) -> str:
-    return " < ".join(map(str, one.stack.calls[:4]))
+def _seen(one: Position) -> tuple[Observation, ...]:
+    return (Observation(" < ".join(map(str, one.stack.calls[:4])), one.stack.source),)
 
 
 def _all_wait(evidence: Evidence, positions: dict[int, Position]) -> Iterator[Who]:
@@ -209,38 +178,34 @@ def _all_wait(evidence: Evidence, positions: dict[int, Position]) -> Iterator[Wh
     for rank, one in positions.items():
         at[f"{one.does} at {one.call} {one.stack.names.get('group_name', '')}"].append(rank)
     few = min(at.values(), key=len)
-    messages = any(
-        call.function in _MESSAGES - {"wait"} for rank in few for call in positions[rank].stack.calls[:4]
-    )
-    clear = len(at) == 2 and 2 * len(few) < len(positions) and not messages and evidence.is_complete
-    # Its GPU may only not have come through.
-    clear = clear and not positions[few[0]].is_at_its_gpu
     one = positions[few[0]]
-    if len(positions) < 2:
-        return
-    text = (
-        f"{listed(set(positions))} wait at one place, {one.call}: of these, nobody is missing"
-        if len(at) == 1
-        else f"all ranks wait, {listed(few)} at {one.call}, {listed(positions.keys() - set(few))} elsewhere"
-    )
+    ranks: tuple[int, ...] | None = () if evidence.is_complete else None
+    if len(at) == 1:
+        text = f"{listed(positions)} wait at one place, {one.call}: of these, nobody is missing"
+    else:
+        others = listed(positions.keys() - set(few))
+        text = f"all ranks wait, {listed(few)} at {one.call}, {others} elsewhere"
+        messages = _exchange((positions[rank] for rank in few), _MESSAGES)
+        clear = len(at) == 2 and 2 * len(few) < len(positions) and not messages and evidence.is_complete
+        # Its GPU may only not have come through.
+        ranks = tuple(few) if clear and not one.is_at_its_gpu else None
     yield Who(
         text,
-        tuple(few) if clear else () if len(at) == 1 and evidence.is_complete else None,
+        ranks,
         "stacks",
         tuple(sorted(positions)),
         call=one.call,
         known=known_of(evidence, few) if len(at) > 1 else (),
-        seen=(Observation(_stack(one), one.stack.source),),
+        seen=_seen(one),
     )
 
 
 def _opening(evidence: Evidence) -> Iterator[Who]:
     """A communicator began to open, and not all of its ranks have come through, by lines of NCCL."""
     for one in evidence.opening[:1]:
-        missing = one.begun.keys() - set(one.ready)
+        missing = one.begun.keys() - one.ready
         # Who waits in a collective later has come through: that line of NCCL is lost, or was left out.
-        some = len(missing) < len(one.begun) and not evidence.hidden and not evidence.loose
-        some = some and not any(rank.timeouts for rank in evidence.ranks.values())
+        some = len(missing) < len(one.begun) and not evidence.hidden and not evidence.first_timeouts()
         source = next(iter(one.begun.values()))
         failed = [remark for remark in evidence.of("nccl memory") if remark.source.line >= source.line]
         known = {int(remark.values[0]) for remark in failed if remark.values[0]}
@@ -250,7 +215,7 @@ def _opening(evidence: Evidence) -> Iterator[Who]:
             tuple(sorted(known or missing)) if known or some else None,
             "log",
             seen=(
-                Observation(f"Init START on {listed(set(one.begun))}", source),
+                Observation(f"Init START on {listed(one.begun)}", source),
                 *(Observation(remark.text[:200], remark.source) for remark in failed[:1]),
             ),
         )
@@ -268,7 +233,7 @@ def _by_log(evidence: Evidence) -> Iterator[Who]:
     if timed_out and silent and not evidence.hidden and len({one.label for one in timed_out.values()}) == 1:
         first = timed_out[min(timed_out)]
         yield Who(
-            f"{listed(set(timed_out))} timed out in {first.label}; the log has none of {listed(silent)}",
+            f"{listed(timed_out)} timed out in {first.label}; the log has none of {listed(silent)}",
             tuple(sorted(silent)) if 2 * len(silent) < len(timed_out) else None,
             "log",
             tuple(sorted(timed_out)),
@@ -277,5 +242,5 @@ def _by_log(evidence: Evidence) -> Iterator[Who]:
             number=None if first.number == UNKNOWN else first.number,
             seconds=first.seconds,
             known=known_of(evidence, sorted(silent)[:64]),
-            seen=tuple(observed(rank, one) for rank, one in sorted(timed_out.items())[:8]),
+            seen=tuple(observed(rank, one) for rank, one in sorted(timed_out.items())[:SEEN]),
         )

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from holdfast._watch.evidence import CUT_OFF, UNKNOWN, Ending, Evidence, Operation, Rank
 from holdfast._watch.names import SAME_SIZES, WAITS_FOR_ALL, plain
-from holdfast._watch.positions import has_ended, is_in_its_program, position_of_rank
+from holdfast._watch.positions import has_ended, is_in_its_program, positions_of
 from holdfast._watch.verdict import Observation, Why, listed
-from holdfast._watch.waits import Table, Waits, table_of
+from holdfast._watch.waits import Table, Waits
 
 Kind = tuple[str, tuple[int, ...], str, str]
 """What must be the same on all ranks: the operation, its sizes, its types, and its source."""
@@ -21,12 +21,11 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
     Args:
         absent: the ranks that others wait for and that wait for nobody, as far as they are known.
     """
-    table = table_of(evidence)
     yield from _died(evidence, absent)
     yield from _held(evidence, absent)
     yield from _fingerprints(evidence)
-    yield from _mismatch(evidence, table)
-    yield from _desynchronized(evidence, table)
+    yield from _mismatch(evidence, waits.table)
+    yield from _desynchronized(evidence, waits.table)
     if not absent:
         yield from _cycle(waits)
     yield from _ended(evidence, absent)
@@ -37,46 +36,24 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
 
 def _died(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
     """A rank raised an error of its own, or was ended, before anybody's timeout, and had none itself."""
-    first_timeout = _first_timeouts(evidence)
+    first_timeout = evidence.first_timeouts()
     found: list[tuple[int, Ending]] = []
-    for rank in evidence.ranks.values():
-        for ending in rank.endings:
-            last = (
-                rank.last is None
-                or rank.last.line <= ending.source.line
-                or ending.source.file != rank.last.file
-            )
-            known = ending.is_cause and (ending.is_fatal or last) and not ending.is_clean
-            before = ending.source.line <= first_timeout.get(ending.source.file, ending.source.line)
-            if known and before and not rank.timeouts:
-                found.append((rank.rank, ending))
+    for rank, ending in evidence.endings():
+        seen, (file, line) = evidence.ranks[rank], ending.source
+        goes_on = seen.last is not None and seen.last.file == file and seen.last.line > line
+        known = ending.is_cause and not ending.is_clean and (ending.is_fatal or not goes_on)
+        if known and line <= first_timeout.get(file, line) and not seen.timeouts:
+            found.append((rank, ending))
     # Others may wait for a rank that lives, and not for this one.
-    if absent and not any(rank in absent for rank, _ in found):
+    if not found or (absent and not any(rank in absent for rank, _ in found)):
         return
-    if found:
-        # What the first one raised counts; other errors of other ranks mostly follow from it.
-        found.sort(key=lambda one: one[1].source.line)
-        kind = found[0][1].what.partition(":")[0]
-        same = {rank: ending for rank, ending in reversed(found) if ending.what.partition(":")[0] == kind}
-        yield Why(
-            "died",
-            f"{listed(set(same))} ended: {found[0][1].what}",
-            tuple(sorted(same)),
-            call=found[0][1].call,
-            seen=tuple(
-                Observation(f"rank {rank}: {one.what}", one.source) for rank, one in sorted(same.items())
-            ),
-        )
-
-
-def _first_timeouts(evidence: Evidence) -> dict[str, int]:
-    """Return the line of each file's first timeout."""
-    found: dict[str, int] = {}
-    timeouts = [operation for rank in evidence.ranks.values() for operation in rank.timeouts]
-    for operation in (*timeouts, *evidence.loose):
-        file, line = operation.source
-        found[file] = min(line, found.get(file, line))
-    return found
+    # What the first one raised counts; other errors of other ranks mostly follow from it.
+    found.sort(key=lambda one: one[1].source.line)
+    first = found[0][1]
+    kind = first.what.partition(":")[0]
+    same = {rank: one for rank, one in reversed(found) if one.what.partition(":")[0] == kind}
+    seen_of = (Observation(f"rank {rank}: {one.what}", one.source) for rank, one in sorted(same.items()))
+    yield Why("died", f"{listed(same)} ended: {first.what}", tuple(sorted(same)), first.call, tuple(seen_of))
 
 
 def _held(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
@@ -86,50 +63,42 @@ def _held(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
         for rank in evidence.ranks.values()
         if rank.state == CUT_OFF or rank.state.startswith("stopped")
     }
-    if absent and not absent & states.keys():
-        return
-    for state in sorted(set(states.values())):
-        ranks = {rank: other for rank, other in states.items() if other == state}
+    if states and (not absent or absent & states.keys()):
+        state = min(states.values())
+        ranks = tuple(sorted(rank for rank, other in states.items() if other == state))
         yield Why(
             "unreachable" if state == CUT_OFF else "stopped",
-            f"{listed(set(ranks))}: {state}",
-            tuple(sorted(ranks)),
+            f"{listed(ranks)}: {state}",
+            ranks,
             seen=tuple(Observation(f"rank {rank}: {state}", evidence.ranks[rank].last) for rank in ranks),
         )
 
 
 def _ended(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
     """A rank has ended, with success or nobody knows how, or has left its program, and others wait for it."""
-    shown = evidence.shown()
-    at = {rank: position_of_rank(evidence.ranks[rank]) for rank in shown}
-    waiting = {
-        rank: stack for rank, stack in shown.items() if at[rank].is_blocked and not at[rank].is_at_its_gpu
-    }
+    shown, at = evidence.shown(), positions_of(evidence)
+    waiting = {rank for rank, one in at.items() if one.is_blocked and not one.is_at_its_gpu}
     if not waiting and not absent:
         return
     gone = {
-        rank.rank: ending.what
-        for rank in evidence.ranks.values()
-        for ending in rank.endings
+        rank: ending.what
+        for rank, ending in evidence.endings()
         if ending.is_clean or (ending.source.file == "kernel" and not ending.is_cause)
     }
-    if any(is_in_its_program(stack) for stack in waiting.values()):
-        at_its_exit = {
-            rank
-            for rank, stack in shown.items()
-            if rank not in waiting and has_ended(stack) and not evidence.ranks[rank].endings
-        }
-        gone |= dict.fromkeys(at_its_exit, "its program has ended, and it is at its exit")
+    if any(is_in_its_program(shown[rank]) for rank in waiting):
+        left = {rank for rank in shown.keys() - waiting if has_ended(shown[rank])}
+        left -= {rank for rank, _ in evidence.endings()}
+        gone |= dict.fromkeys(left, "its program has ended, and it is at its exit")
     if absent:
         gone = {rank: how for rank, how in gone.items() if rank in absent}
         if gone.keys() != absent:
             return
-    elif any(rank not in waiting for rank in shown.keys() - gone.keys()):
+    elif shown.keys() - gone.keys() - waiting:
         return  # one that lives is elsewhere, and may be the one that they wait for
     if gone and len(gone) < len(evidence.ranks):
         yield Why(
             "ended",
-            f"{listed(set(gone))}: {gone[min(gone)]}",
+            f"{listed(gone)}: {gone[min(gone)]}",
             seen=tuple(Observation(f"rank {rank}: {how}") for rank, how in sorted(gone.items())[:8]),
         )
 
@@ -149,8 +118,7 @@ def _fingerprints(evidence: Evidence) -> Iterator[Why]:
 def _mismatch(evidence: Evidence, table: Table) -> Iterator[Why]:
     """Ranks have other operations, sizes, types or sources under one number."""
     for group, numbers in table.items():
-        for number in sorted(numbers):
-            ranks = numbers[number]
+        for number, ranks in sorted(numbers.items()):
             # A log does not tell the types.
             typed = all(one.types for one in ranks.values())
             sized = {plain(one.name) for one in ranks.values()} <= SAME_SIZES
@@ -163,16 +131,12 @@ def _mismatch(evidence: Evidence, table: Table) -> Iterator[Why]:
                 rank: (one.kind, one.sizes if sized else (), one.types if typed else "", sources[rank])
                 for rank, one in ranks.items()
             }
-            members = evidence.members.get(group, ())
-            if len(set(kinds.values())) < 2:
-                unequal = _unequal_exchange(ranks, members)
-                if unequal:
-                    yield Why(
-                        "mismatch", f"under number {number} of group {group}, {unequal}", seen=_seen(ranks)
-                    )
-                    break
-                continue
             counted = Counter(kinds.values()).most_common()
+            if len(counted) < 2:
+                if unequal := _unequal_exchange(ranks, evidence.members.get(group, ())):
+                    what = f"under number {number} of group {group}, {unequal}"
+                    yield Why("mismatch", what, seen=_seen(ranks))
+                continue
             # Most of them, and all others alike: then these are the odd ones.
             clear = len(counted) == 2 and counted[0][1] > max(1, counted[1][1]) and len(ranks) > 2
             odd = tuple(sorted(rank for rank, kind in kinds.items() if kind != counted[0][0]))
@@ -181,12 +145,9 @@ def _mismatch(evidence: Evidence, table: Table) -> Iterator[Why]:
                 "mismatch",
                 f"under number {number} of group {group}, {said}{_on_two_threads(evidence, group)}",
                 odd if clear else None,
-                call=next(
-                    (one.calls[0] for rank, one in sorted(ranks.items()) if one.calls and rank in odd), None
-                ),
-                seen=_seen(ranks),
+                next((ranks[rank].calls[0] for rank in odd if ranks[rank].calls), None),
+                _seen(ranks),
             )
-            break
 
 
 def _seen(ranks: dict[int, Operation]) -> tuple[Observation, ...]:
@@ -194,15 +155,13 @@ def _seen(ranks: dict[int, Operation]) -> tuple[Observation, ...]:
 
 
 def _unequal_exchange(ranks: dict[int, Operation], members: tuple[int, ...]) -> str:
-    """Return whether all that the ranks of an all_to_all send is not all that they receive."""
-    if set(ranks) != set(members) or any(
-        one.kind != "all_to_all" or len(one.sizes) != 2 for one in ranks.values()
-    ):
+    """Say that all that the ranks of an all_to_all send is not all that they receive; "" if it is."""
+    exchange = all(one.kind == "all_to_all" and len(one.sizes) == 2 for one in ranks.values())
+    if not exchange or set(ranks) != set(members):
         return ""
     sent, received = (sum(one.sizes[way] for one in ranks.values()) for way in (0, 1))
-    if sent == received:
-        return ""
-    return f"the ranks of an all_to_all send {sent} elements and receive {received}"
+    differ = f"the ranks of an all_to_all send {sent} elements and receive {received}"
+    return differ if sent != received else ""
 
 
 def _on_two_threads(evidence: Evidence, group: str) -> str:
@@ -243,27 +202,24 @@ def observed(rank: int, one: Operation) -> Observation:
 def _desynchronized(evidence: Evidence, table: Table) -> Iterator[Why]:
     """A rank has timed out in an operation that another rank, of the same group, has left long ago."""
     farthest: dict[str, tuple[int, int]] = {}
-    for rank in evidence.ranks.values():
-        for progress in rank.progress:
-            if progress.completed > farthest.get(progress.group, (0, -1))[1]:
-                farthest[progress.group] = rank.rank, progress.completed
+    for rank, progress in evidence.progress():
+        if progress.completed > farthest.get(progress.group, (0, -1))[1]:
+            farthest[progress.group] = rank, progress.completed
     for group, numbers in table.items():
         other, completed = farthest.get(group, (0, -1))
-        for number in sorted(numbers):
-            late = [rank for rank, one in numbers[number].items() if one.state == "timed out"]
-            stuck = [rank for rank in late if rank != other]
+        for number, ranks in sorted(numbers.items()):
+            stuck = [rank for rank, one in ranks.items() if one.state == "timed out" and rank != other]
             # Not the next number: a broken connection may let some ranks complete an operation.
-            if stuck and completed > number and numbers[number][stuck[0]].kind in WAITS_FOR_ALL:
+            if stuck and completed > number and ranks[stuck[0]].kind in WAITS_FOR_ALL:
                 yield Why(
                     "mismatch",
                     f"in group {group}, rank {stuck[0]} waits in number {number}, which rank {other} has "
                     "completed: their numbers stand for different calls, since before that number",
                     seen=(
-                        observed(stuck[0], numbers[number][stuck[0]]),
+                        observed(stuck[0], ranks[stuck[0]]),
                         Observation(f"rank {other} has completed {completed}"),
                     ),
                 )
-                return
 
 
 def _cycle(waits: Waits) -> Iterator[Why]:

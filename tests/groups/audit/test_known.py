@@ -13,9 +13,9 @@ from click.testing import CliRunner
 
 import holdfast
 from holdfast._cli import cli, doctor
+from holdfast._groups.audit import known
+from holdfast._groups.audit.known import affects, redirecting_bridges, table
 from holdfast._integrations import install
-from holdfast._watch import known
-from holdfast._watch.known import affects, redirecting_bridges, table
 
 
 @pytest.mark.parametrize(

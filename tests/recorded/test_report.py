@@ -27,17 +27,17 @@ import pytest
 from click.testing import CliRunner, Result
 
 from holdfast._cli import cli
+from holdfast._recorded import calls
+from holdfast._recorded.live import Looker, State
+from holdfast._recorded.report import Run, facts, page_of
+from holdfast._recorded.trace import write_trace
 from holdfast._recording import EVENTS, Line
-from holdfast._watch import calls
-from holdfast._watch.live import Looker, State
-from holdfast._watch.report import Run, facts, page_of
-from holdfast._watch.trace import write_trace
 from holdfast.errors import BadInput
+from tests.recorded.late_job import LATE, recorded
+from tests.recorded.runs import GONE, HOSTILE, SLOW, STUCK, simulated
 from tests.support.browser import Browser, data_of, in_browser
 from tests.support.cpu_time import cpu_seconds
 from tests.support.processes import ProcessWorld
-from tests.watch.recorded import LATE, recorded
-from tests.watch.runs import GONE, HOSTILE, SLOW, STUCK, simulated
 
 OTHERS = "ranks 0-2, 4-7"
 LATE_IS_NAMED = (
@@ -138,7 +138,7 @@ def test_the_report_names_the_rank_that_is_unlike_the_others(
     guilty = [block for block in call["tree"] if block[6]]
     assert {block[2] for block in guilty} == {"rank 3"}
     assert any("compute (" in line for block in guilty for line in block[1])
-    assert any(block[4].startswith("is, moves") for block in guilty)
+    assert any(block[4].startswith("is, moves") for block in guilty), guilty
     waiting = next(block for block in call["tree"] if block[2] == OTHERS and block[4])
     assert re.match(r"waits, .*, all_reduce #\d+ of 1:train pending", waiting[4])
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 import msgspec
 
+from holdfast._recorded.called import Called, read_called, roll_calls
+from holdfast._recorded.calls import Call, joined
+from holdfast._recorded.event_log import read_events
+from holdfast._recorded.timeline import RankTimeline, text, timeline_of
 from holdfast._values import age_text, size_text
-from holdfast._watch.called import Called, read_called, roll_calls
-from holdfast._watch.calls import Call, joined
-from holdfast._watch.event_log import read_events
 from holdfast._watch.shared_call import ROLL_CALLS
-from holdfast._watch.timeline import RankTimeline, text, timeline_of
 from holdfast._watch.verdict import listed
 from holdfast.errors import BadInput
 

@@ -11,12 +11,12 @@ from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
+from holdfast._recorded.timeline import text
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.evidence import Call, Evidence
-from holdfast._watch.positions import Position, position_of_rank
+from holdfast._watch.positions import Position, positions_of
 from holdfast._watch.read import read_all
 from holdfast._watch.shared_call import ROLL_CALLS
-from holdfast._watch.timeline import text
 from holdfast._watch.verdict import Diagnosis
 from holdfast.errors import BadInput, HoldfastError
 
@@ -84,15 +84,10 @@ class Block(NamedTuple):
     """What ranks do whose stack ends here; "" if none does."""
 
 
-def positions(evidence: Evidence) -> dict[int, Position]:
-    """Return what each rank does whose stack is known."""
-    return {rank: position_of_rank(evidence.ranks[rank]) for rank in evidence.shown()}
-
-
 def tree(evidence: Evidence) -> list[Block]:
     """Join the stacks of all ranks. Of blocks with one parent, those of the fewest ranks come first, each
     before its children; at most `BLOCKS`."""
-    where = positions(evidence)
+    where = positions_of(evidence)
     stacks = {rank: one.stack.calls[::-1] for rank, one in where.items() if one.stack.calls}
     blocks: list[Block] = []
     waiting: list[tuple[int, int, tuple[int, ...]]] = [

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from holdfast._io.index_file import open_index
 from holdfast._page import filled
+from holdfast._recorded.called import Called, read_called, roll_calls, tree
+from holdfast._recorded.calls import Call, joined, outliers, waits
+from holdfast._recorded.event_log import read_events
+from holdfast._recorded.timeline import WORKING, RankTimeline, number, text, timeline_of
 from holdfast._recording import LOST
 from holdfast._store.local import open_store
 from holdfast._store.run_folder import committed_steps
 from holdfast._values import Message, age_text, time_text
-from holdfast._watch.called import Called, positions, read_called, roll_calls, tree
-from holdfast._watch.calls import Call, joined, outliers, waits
-from holdfast._watch.event_log import read_events
-from holdfast._watch.timeline import WORKING, RankTimeline, number, text, timeline_of
 from holdfast._watch.verdict import TODO, listed
 from holdfast.errors import BadInput, HoldfastError
 
@@ -156,7 +156,7 @@ def _called(called: Called, is_newest: bool) -> Message:
         who, why = called.found.who, called.found.why
         told["todo"] = TODO[why.kind] if why is not None else ""
         guilty = set(who.ranks or ()) if who is not None else set()
-        shown = positions(called.evidence)
+        shown = called.evidence.shown()
         size = max([*called.evidence.ranks, (called.found.world_size or 1) - 1]) + 1
         width = -(-size // COLUMNS)
         told["width"] = width

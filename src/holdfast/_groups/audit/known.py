@@ -50,7 +50,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 @cache
 def table() -> tuple[KnownHang, ...]:
     """Return the table of `known.json`."""
-    text = files("holdfast._watch").joinpath("known.json").read_bytes()
+    text = files("holdfast._groups.audit").joinpath("known.json").read_bytes()
     return msgspec.json.decode(text, type=ready(tuple[KnownHang, ...]))
 
 

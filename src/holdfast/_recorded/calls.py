@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import NamedTuple
 
-from holdfast._watch.timeline import CUT, GOOD, WORKING, RankCall, RankTimeline, number, text
+from holdfast._recorded.timeline import CUT, GOOD, WORKING, RankCall, RankTimeline, number, text
 from holdfast._watch.verdict import listed
 
 NOTABLE = 1.0

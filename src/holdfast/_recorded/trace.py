@@ -11,10 +11,10 @@ from typing import NamedTuple, TextIO
 
 import msgspec
 
+from holdfast._recorded.calls import title
+from holdfast._recorded.report import Run
+from holdfast._recorded.timeline import RankTimeline, text
 from holdfast._values import Message
-from holdfast._watch.calls import title
-from holdfast._watch.report import Run
-from holdfast._watch.timeline import RankTimeline, text
 
 
 def write_trace(run: Run, file: TextIO) -> int:

@@ -12,9 +12,9 @@ import torch
 
 import holdfast
 from holdfast import _recording, events
+from holdfast._recorded.event_log import read_events
 from holdfast._recording import BEGUN, LOST, Line
 from holdfast._shared_folder import SharedFolder
-from holdfast._watch.event_log import read_events
 from tests.support.waiting import wait_until
 
 ALONE = holdfast.Job(no_dist=True)
