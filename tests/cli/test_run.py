@@ -115,7 +115,10 @@ def test_a_process_that_trains_nothing_is_as_it_was(bare: Path, command: list[st
 def test_ranks_of_one_torchrun_get_a_secret(tmp_path: Path) -> None:
     """The same for all of a start, another for the next, and none over that of the user."""
     script = tmp_path / "train.py"
-    script.write_text("import os; print('secret:' + os.environ.get('HOLDFAST_SECRET', ''), flush=True)\n")
+    # In one piece: the ranks share a pipe.
+    script.write_text(
+        "import os; os.write(1, f\"secret:{os.environ.get('HOLDFAST_SECRET', '')}\\n\".encode())\n"
+    )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     drawn = set[str]()
     for given in ({}, {}, {"HOLDFAST_SECRET": "of the user"}):
