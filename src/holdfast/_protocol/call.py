@@ -68,8 +68,8 @@ def begin_call(
 ) -> Call:
     """Determine the participants and start the deadline.
 
-    at_least: seconds before which no deadline passes, whatever the job's `timeout` is. while_alive: whether
-        ranks wait for as long as the others live. past_end: whether a rank may come whose program has ended.
+    at_least: minimum timeout in seconds, whatever the job's `timeout` is. while_alive: other ranks being
+        alive extends the deadline. past_end: ranks whose program has ended may still enter the call.
 
     Raises BadInput if the participants are not valid ranks, or if this rank is not one of them.
     """
