@@ -15,8 +15,8 @@
     holdfast.same("run/step-100", "run/step-200")  # the same weights? any layouts, any formats
 
 Integrations are `holdfast.dcp`, `holdfast.huggingface`, `holdfast.megatron` and `holdfast.megatron_fsdp`.
-Errors are in `holdfast.errors`, what happens is told to `holdfast.events`, what you may write yourself is in
-`holdfast.interfaces`, and test tools are in `holdfast.testing`.
+Errors are in `holdfast.errors`, event callbacks in `holdfast.events`, interfaces for your own storage and
+message store in `holdfast.interfaces`, and test tools in `holdfast.testing`.
 Importing holdfast imports nothing else until a name is used.
 """
 
@@ -83,8 +83,8 @@ _WHERE = {
     "warm_up": "holdfast._groups.lifecycle.warm_up",
 }
 _MODULES = ("dcp", "errors", "events", "huggingface", "interfaces", "megatron", "megatron_fsdp", "testing")
-"""Those of Megatron are not in `__all__`: they need megatron-core, and `from holdfast import *` must not.
-Nor is `open`, which would hide Python's."""
+"""Submodules that load on first use. Some are left out of `__all__`: the Megatron modules need megatron-core,
+which `from holdfast import *` must not import. `open` is left out because it would hide the builtin."""
 
 __all__ = [
     "Checkpoints",
@@ -125,10 +125,10 @@ def __getattr__(name: str) -> Any:
     if name in _WHERE:
         from holdfast._collector import collector_paused
 
-        # Imports let nothing go; with torch loaded, one collection in between doubles their time.
+        # Imports free nothing; with torch loaded, one garbage collection doubles their time.
         with collector_paused():
             value = getattr(import_module(_WHERE[name]), name)
-        # Python asks `__getattr__` only for what is not there, so a name is looked up once.
+        # Python calls `__getattr__` only for missing attributes, so each name is looked up once.
         globals()[name] = value
         return value
     if name in _MODULES:

@@ -1,7 +1,7 @@
-"""A bar on the terminal, for a save or load that the program waits in. It is rich's.
+"""A terminal progress bar for blocking saves and loads.
 
-rich draws it, and we write it: rich's own live display hides the cursor until its end, which a process that
-is killed does not reach, and waits for a terminal that nobody reads.
+rich renders it, but this module writes it: rich's own live display hides the cursor until it ends, which a
+killed process never restores, and blocks on a terminal that nobody reads.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 AFTER, EVERY = 2.0, 0.2
-"""Seconds before it is drawn first, and between two times."""
+"""Seconds before the bar first appears, and between two updates."""
 _CLEARED = "\r\x1b[K"
 own = True
-"""Whether this process may draw it: a command draws a bar of its own."""
+"""Whether this process may draw the bar; False in commands, which draw their own."""
 
 
 def progress(console: Console, transient: bool = False) -> Progress:
-    """Return the bar of a program, or of a command, whose only task has not begun. Imports rich."""
-    # Imported here, because most saves are over before it is drawn, or have no terminal.
+    """Return the rich progress bar for a program or a command, still without a task. Imports rich."""
+    # Imported here, because most saves finish before the bar appears, or have no terminal.
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -54,9 +54,10 @@ def progress(console: Console, transient: bool = False) -> Progress:
 
 
 class Bar:
-    """A line of stderr that is written over as bytes move, and gone at the end; nothing without a terminal.
+    """One line on stderr that is updated as bytes are transferred and erased at the end; nothing without a
+    terminal.
 
-    title: what it is drawn for.
+    title: the text beside the bar.
     """
 
     def __init__(self, title: str) -> None:
@@ -64,13 +65,13 @@ class Bar:
         self._begun = time.monotonic()
         self._next, self._drawn = self._begun + AFTER, False
         self._stream = sys.stderr
-        with suppress(AttributeError, ValueError):  # there is none, or it is closed
+        with suppress(AttributeError, ValueError):  # no stderr, or it is closed
             if own and may_draw() and self._stream.isatty():
                 return
         self._next = float("inf")
 
     def draw(self, done: int, total: int) -> None:
-        """Draw it, if it is time for that."""
+        """Update the bar if the last update is long enough ago. Arguments in bytes."""
         now = time.monotonic()
         if now < self._next or not total:
             return
@@ -91,13 +92,13 @@ class Bar:
         self._progress.tasks[0].start_time = self._begun
 
     def clear(self) -> None:
-        """Take it away for good."""
+        """Erase the bar for good."""
         self._next = float("inf")
         if self._drawn:
             self._write(_CLEARED)
 
     def _write(self, text: str) -> None:
-        # A terminal that has gone raises; one that nobody reads, of a lost connection, would hold us up.
+        # A closed terminal raises; one that nobody reads (a lost ssh connection) would block.
         with suppress(OSError, ValueError):
             room = select.poll()
             room.register(self._stream, select.POLLOUT)

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, kept off for a while."""
+"""Pause Python's cyclic garbage collector."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No cyclic garbage collection while much is built and nothing let go: ten thousand rows of a plan set it
-    off again and again, and with torch loaded each pass walks a million objects, which costs more than the
-    planning."""
-    # Off already, by the user or by a pause around this one: whoever turned it off turns it on.
+    """Disable cyclic garbage collection while many objects are created and none freed. The ten thousand rows
+    of a plan would trigger it repeatedly, and with torch loaded each pass visits a million objects, which
+    costs more than the planning."""
+    # Already disabled by the user or an enclosing pause, which also enables it again.
     if not gc.isenabled():
         yield
         return

@@ -1,6 +1,6 @@
-"""Deadlines, stall timers, and the clock that they read. Every wait elsewhere counts against one of these.
+"""Deadlines, stall timers and their clock. Every wait in Holdfast is bounded by one of them.
 
-A `Deadline` is absolute if the caller has given it, and otherwise moved by progress. A `StallTimer` is reset
+A `Deadline` is absolute if the caller gave a timeout; otherwise progress extends it. A `StallTimer` is reset
 by progress. Both read a `Clock`, so that a test turns an hour into a microsecond
 (`holdfast.testing.ManualClock`).
 """
@@ -14,11 +14,11 @@ from typing import Protocol
 from holdfast.errors import BadInput
 
 TIMEOUT = 1800.0
-"""Seconds without progress after which a call fails that was given no `timeout`."""
+"""Seconds without progress after which a call without `timeout` fails."""
 
 
 class Clock(Protocol):
-    """Monotonic seconds, a way to sleep, and the time of day, to tell other hosts."""
+    """Monotonic seconds, sleeping, and the time of day (for messages to other hosts)."""
 
     def now(self) -> float: ...
 
@@ -53,22 +53,22 @@ def check_seconds(name: str, value: float) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a call waits for other ranks."""
+    """Timeouts of a call."""
 
     timeout: float | None = None
-    """Seconds from the begin of the call to its end. None: `TIMEOUT` without any progress."""
+    """Seconds from the start of the call until it fails. None: it fails after `TIMEOUT` without progress."""
     stall_timeout: float | None = None
-    """Seconds without progress after which even a rank that lives is given up; None: it is waited for."""
+    """Seconds without progress after which even a live rank counts as failed; None: never."""
     report_after: float = 30.0
-    """Seconds after which a wait is told: for whom, since when, and where that rank is."""
+    """Seconds after which a wait is logged: for which ranks, for how long, and their stacks."""
     lost_after: float = 120.0
-    """Seconds after which a host that does not answer counts as gone."""
+    """Seconds after which an unresponsive host counts as lost."""
     at_least: float = 0.0
-    """Seconds that the framework itself would wait: no deadline passes before."""
+    """Minimum timeout in seconds: the framework's own."""
     while_alive: bool = False
-    """Is it enough for a rank that is waited for to be alive?"""
+    """Whether the other ranks being alive counts as progress, which extends the deadline."""
     past_end: bool = False
-    """Does a rank come as long as its process is there, although its program has ended?"""
+    """Whether a rank whose program has ended, but whose process is alive, may still enter the call."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "stall_timeout"):
@@ -84,7 +84,7 @@ class Limits:
 
 
 class Deadline:
-    """A point in time by which a call returns. If it `moves`, it is `seconds` after the last progress."""
+    """The time by which a call returns. If it `moves`, it is `seconds` after the last progress."""
 
     def __init__(self, seconds: float, clock: Clock = REAL_CLOCK, moves: bool = False) -> None:
         self.seconds = check_seconds("timeout", seconds)
@@ -97,7 +97,7 @@ class Deadline:
             self.at = self.clock.now() + self.seconds
 
     def left(self) -> float:
-        """Return the seconds until it passes; never negative."""
+        """Return the remaining seconds, at least 0."""
         return max(0.0, self.at - self.clock.now())
 
     def passed(self) -> bool:
@@ -111,7 +111,7 @@ class Deadline:
 
 
 class StallTimer:
-    """Tells whether something has made progress within `seconds`. Any change of its mark is progress."""
+    """Detects a lack of progress for `seconds`. Any change of the mark passed to `see` is progress."""
 
     def __init__(self, seconds: float, clock: Clock = REAL_CLOCK) -> None:
         self.seconds = check_seconds("stall_timeout", seconds)
@@ -120,14 +120,14 @@ class StallTimer:
         self.since = clock.now()
 
     def see(self, mark: object) -> None:
-        """Note the present mark; one that differs from the last resets the timer."""
-        # Different, not greater: a rank that begins its next call counts its bytes from 0 again.
+        """Record the current mark; a change resets the timer."""
+        # Compared for inequality, because a rank counts bytes from 0 again in its next call.
         if mark != self.mark:
             self.mark = mark
             self.since = self.clock.now()
 
     def forgive(self, seconds: float) -> None:
-        """Do not count these seconds: whoever looks was away itself."""
+        """Exclude these seconds, in which the observing process itself did not run."""
         self.since += seconds
 
     def quiet_for(self) -> float:

@@ -1,13 +1,14 @@
-"""The steps that Holdfast takes at the end of this process, in their order, and a failure among them.
+"""Holdfast's exit handlers: ordered steps at the end of this process, and the exit code if one fails.
 
 An `atexit` handler can change the exit code of a process only by `os._exit`, which skips all handlers that
 were registered before it: log files, experiment trackers, children of multiprocessing. So Holdfast has one
 handler, which runs first, whenever it was registered. If nothing failed, it returns, and the interpreter ends
-as usual. If something failed that nobody has asked about, it runs all other handlers, flushes open files,
-writes the error as the last thing on the terminal, and ends the process with an exit code other than 0.
+as usual. If a step reports a failure (such as a failed save that the program never checked), it runs all
+other handlers, flushes open files, writes the error as the last thing on the terminal, and ends the process
+with an exit code other than 0.
 
-What is to be done, and what it means, is known to those who hand in steps: saves, sessions. All of it belongs
-to the process that asked for it; a fork inherits none of it.
+The steps are registered by other modules, such as saves and sessions. They belong to the process that
+registered them; a fork inherits none.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ with suppress(RuntimeError):  # the main thread has ended already
 
 _RUN_HANDLERS = ("multiprocessing.popen_fork", "multiprocessing.forkserver")
 ENDED_BY_INTERRUPT = 130
-"""Exit code of a process whose last wait was ended by Ctrl-C, as shells have it."""
+"""Exit code of a process whose last wait was interrupted by Ctrl-C, as in shells."""
 
 
 class Failure(NamedTuple):
     """Why this process must not end with exit code 0."""
 
     message: str
-    """Written to stderr last; "" if the terminal has it already."""
+    """Written to stderr last; "" if it has already been printed."""
     code: int = 1
 
 
 class ProgramFailed(Exception):
-    """Stands for an error of a child of multiprocessing that has been handled: only its exit code is left."""
+    """Stands for an already handled error of a multiprocessing child, of which only the exit code is
+    known."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"ended with exit code {code}")
@@ -67,28 +69,29 @@ _UNKNOWN = object()
 
 
 class _Ending:
-    """The steps that one process runs at its end, and how far it is."""
+    """The exit steps of one process, and their progress."""
 
     def __init__(self) -> None:
         self.steps: dict[Step, Stage] = {}
         self.listeners: list[Callable[[], None]] = []
         self.code: object = _UNKNOWN
-        """Of the SystemExit that ends the program, if somebody has seen it."""
+        """The code of the SystemExit that ends the program, if it was noted (`note_code`)."""
         self.error: BaseException | None = None
-        """Of a child of multiprocessing, also a SystemExit that is no success, or a ProgramFailed."""
+        """In a multiprocessing child: the exception that ended its program, also an unsuccessful SystemExit,
+        or a ProgramFailed."""
         self.is_child = False
         """Whether multiprocessing runs the steps."""
         self.ended = self.goes_first = self.working = self.over = self.hurries = False
         self.failures: list[Failure] = []
-        """What failed in the steps, and after them in other `atexit` handlers."""
+        """Failures of the steps, and later ones from `fail_late`."""
 
     def ends_now(self) -> bool:
-        """Return whether the process ends without finalising the interpreter."""
+        """Return whether the process should end without finalising the interpreter."""
         known = self.code is not _UNKNOWN or uncaught() is not None
         return bool(self.failures) or (self.hurries and known)
 
     def run(self) -> None:
-        """Run all steps, by stage, the last registered first; note what failed."""
+        """Run all steps by stage, last registered first, and collect failures."""
         self.working = True
         # sorted() is stable, so within a stage the last registered stays first.
         last_first = reversed(self.steps)
@@ -105,7 +108,7 @@ class _Ending:
 
 _ending = _Ending()
 _hooked = False
-"""Are the handlers registered with the interpreter? A fork inherits them from its parent."""
+"""Whether the handlers are registered with the interpreter. A fork inherits the registration."""
 _lock = threading.Lock()
 
 
@@ -132,42 +135,43 @@ def is_working() -> bool:
 
 
 def is_over() -> bool:
-    """Return whether the steps of `at_exit` are done. Nothing waits for what is begun after that."""
+    """Return whether the steps of `at_exit` are done. Nothing waits for work that starts later."""
     return _ending.over
 
 
 def fail_late(failure: Failure) -> None:
-    """Fail the process after all `atexit` handlers that were registered after our first one."""
+    """Fail the process after the `atexit` handlers that were registered later than Holdfast's first one."""
     _ending.failures.append(failure)
 
 
 def hurry() -> None:
-    """End this process later without finalising the interpreter, which takes seconds where torch is loaded:
-    other ranks wait in collectives until its sockets are closed. All `atexit` handlers run. Only if it is
-    known by which exit code: that of an exception, or of a SystemExit that was noted (`note_code`)."""
+    """Skip the finalisation of the interpreter when this process ends: with torch loaded it takes seconds,
+    while other ranks wait in collectives until its sockets are closed. All `atexit` handlers still run. It
+    applies only if the exit code is known, from an exception or from a SystemExit passed to `note_code`."""
     _hook()
     _ending.hurries = True
 
 
 def say(text: str) -> None:
-    """Write a line on the terminal, if the program has not closed it."""
+    """Write a line to stderr, unless the program has closed it."""
     with suppress(Exception):
         print(text, file=sys.stderr, flush=True)
 
 
 def note_code(code: object) -> None:
-    """Note the code of the SystemExit by which the program has ended itself: a number, a message, or None."""
+    """Record the code of the SystemExit that ends the program: a number, a message, or None."""
     _ending.code = code
 
 
 def uncaught() -> BaseException | None:
-    """Return the exception that ends this process, or None; a SystemExit is none."""
+    """Return the uncaught exception that ends this process, or None. In the main process, a SystemExit does
+    not count."""
     error = _ending.error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return error if isinstance(error, BaseException) else None
 
 
 def error_of_child() -> BaseException | None:
-    """Return what ends the program of a child of multiprocessing, for which there is no excepthook."""
+    """Return the exception that ends a multiprocessing child, which has no excepthook."""
     return _ending.error
 
 
@@ -179,7 +183,8 @@ def _hook() -> None:
     with _lock:
         if multiprocessing.parent_process() is not None and not _ending.is_child:
             _ending.is_child = True
-            # Mostly it ends by os._exit, and no `atexit` handler runs. Of all finalizers this is the first.
+            # A child usually ends by os._exit without `atexit` handlers. This priority makes it the first
+            # finalizer.
             multiprocessing.util.Finalize(None, _at_end_of_child, exitpriority=1000)
         if _hooked:
             return
@@ -197,7 +202,7 @@ def _hook() -> None:
 
 
 def _main_thread_ended() -> None:
-    """Note that the main thread has ended, and waits for the other threads now."""
+    """Record that the main thread has ended and now joins the other threads."""
     _ending.goes_first = True
     # Registered again it is the last one, which atexit calls first: before handlers that were registered
     # after Holdfast's.
@@ -210,13 +215,13 @@ def _tell() -> None:
     if not _ending.ended:
         _ending.ended = True
         for listener in _ending.listeners:
-            with suppress(Exception):  # threads must be joined, whatever it raises
+            with suppress(Exception):  # an exception must not prevent the joins
                 listener()
 
 
 def _at_end_of_child() -> None:
-    """Run at the end of a child of multiprocessing. Before Python 3.13, which has run `_at_exit` by then, it
-    handles what has ended its program after this."""
+    """Run as a finalizer of a multiprocessing child. Since Python 3.13, `_at_exit` has run before; in earlier
+    versions, multiprocessing handles the program's exception only after this."""
     error = sys.exc_info()[1]
     if not isinstance(error, SystemExit) or error.code:
         _ending.error = _ending.error or error
@@ -227,8 +232,8 @@ def _at_end_of_child() -> None:
 
 
 def _note_code_of_child() -> None:
-    """Note how a child of multiprocessing has ended. Since Python 3.13 it runs `atexit` handlers, after it
-    has handled what has ended its program: who calls them has the exit code in a variable."""
+    """Record how a multiprocessing child has ended. Since Python 3.13 it runs `atexit` handlers, after
+    handling its program's exception; the exit code is then only in a local variable of a calling frame."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -246,7 +251,7 @@ def _at_exit() -> None:
     _tell()
     _ending.run()
     if _ending.goes_first and _ending.ends_now():
-        # os._exit skips all handlers that are left, so run them first, except this one.
+        # os._exit skips the remaining handlers, so run them first, except this one.
         atexit.unregister(_at_exit)
         atexit.unregister(_at_last)
         with suppress(BaseException):
@@ -266,7 +271,7 @@ def _end() -> NoReturn:
     for failure in filter(lambda failure: failure.message, _ending.failures):
         say(failure.message)
     if isinstance(uncaught(), KeyboardInterrupt):  # end as the interpreter does then
-        # By the signal, not by a code: a shell that runs a script sees by it that it was Ctrl-C, and stops.
+        # By the signal, not by a code, so that a shell which runs a script recognises Ctrl-C and stops.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     # The system keeps eight bits of a code, so 256 would be read as success. A message counts as 1, as in
@@ -286,7 +291,7 @@ def _flush_files() -> None:
 
 
 def _forget() -> None:
-    """Begin anew in a fork, which has nothing to do at its end."""
+    """Reset in a fork, which has no exit steps."""
     global _ending, _lock
     _ending, _lock = _Ending(), threading.Lock()
 

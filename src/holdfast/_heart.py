@@ -1,10 +1,9 @@
-"""The one thread that Holdfast keeps beside the program's: it beats, watches and answers for all of its
-parts.
+"""Holdfast's one permanent background thread: a scheduler of periodic tasks (`Duty`) and an event loop.
 
-A part hands in a `Duty`, which is done at its interval, and files that are to be looked at when they can be
-read. The thread begins with the first duty and ends with the last. A duty must not wait for long: it delays
-the others. The thread does not run while the process is stopped or a call holds the GIL: no duty may take its
-own absence for the silence of others.
+A component registers a `Duty`, which runs at its interval, and callbacks for file descriptors that become
+readable. The thread starts with the first duty and exits with the last. A duty must not block: it delays all
+others. The thread does not run while the process is stopped (SIGSTOP) or another thread holds the GIL, so a
+duty must not count that time as silence of other ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ log = logging.getLogger("holdfast")
 
 
 def _tell(record: logging.LogRecord) -> None:
-    """Handle a record of the logger. Where the program has closed its stderr, logging raises: in the program,
-    and on this thread, which would end with that."""
+    """Handle a log record and swallow exceptions: logging raises if the program has closed stderr, and that
+    would reach user code, or end this thread."""
     with suppress(Exception):
         type(log).handle(log, record)
 
@@ -35,45 +34,45 @@ log.handle = _tell  # type: ignore[method-assign]
 JOIN = 0.5
 """Seconds to wait for the thread to end after the last duty."""
 REST, LONGEST_REST = 1.0, 60.0
-"""Seconds for which a file is not looked at whose action has failed, the first time and at most."""
+"""Seconds for which a file descriptor is not polled after its callback failed: at first, and at most."""
 HASTE = 0.1
-"""Seconds between two times of one duty, at least."""
+"""Minimum seconds between two runs of one duty."""
 NAME = "holdfast-heart"
 
 
 class Duty(Protocol):
-    """Work that the heart does again and again."""
+    """A periodic task of the heart."""
 
     interval: float
-    """Seconds between two times; may change."""
+    """Seconds between two runs; may change."""
 
     def beat(self) -> None:
-        """Do it once. What it raises is logged."""
+        """Run once. Exceptions are logged."""
         ...
 
     def close(self) -> None:
-        """Release what it holds: nothing is done after that."""
+        """Release resources; `beat` is not called again."""
         ...
 
 
 class Heart:
-    """See the module. All methods can be called on any thread."""
+    """The scheduler and its thread (see the module). Methods are thread-safe unless they say otherwise."""
 
     def __init__(self) -> None:
         self._duties: dict[Duty, tuple[float, float]] = {}
-        """When each is due, and how early at most."""
+        """For each duty: when it is due next, and the earliest time that `hurry` may move it to."""
         self._ended: list[Duty] = []
-        """Those that are to be closed."""
+        """Duties that have been removed and must still be closed, on the thread."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._selector: selectors.BaseSelector | None = None
         self._bell: tuple[socket.socket, socket.socket] | None = None
         self._resting: dict[socket.socket | int, _Rest] = {}
-        """Files whose action has failed the last time."""
+        """File descriptors whose last callback failed; not polled until their back-off ends."""
 
     def begin(self, duty: Duty, delay: float | None = None) -> None:
-        """Do this duty from now on, first after `delay` (default: its interval). Raises HoldfastError if
-        there can be no more threads."""
+        """Schedule a duty, first after `delay` seconds (default: its interval). Raises NotStarted if the
+        thread can't be started."""
         with self._lock:
             self._duties[duty] = time.monotonic() + (duty.interval if delay is None else delay), 0.0
             if self._thread is None:
@@ -81,7 +80,7 @@ class Heart:
         self._wake()
 
     def end(self, duty: Duty) -> None:
-        """Stop doing this duty. Without any left, the thread ends before this returns, if it can."""
+        """Remove a duty. If it was the last, wait up to `JOIN` seconds for the thread to exit."""
         with self._lock:
             if self._duties.pop(duty, None) is not None:
                 self._ended.append(duty)
@@ -94,7 +93,7 @@ class Heart:
                 thread.join(0.01)
 
     def hurry(self, duty: Duty) -> None:
-        """Do this duty soon: `HASTE` after the last time, however often this is called."""
+        """Run this duty as soon as `HASTE` seconds have passed since its last run."""
         with self._lock:
             if duty in self._duties:
                 due, earliest = self._duties[duty]
@@ -102,13 +101,13 @@ class Heart:
         self._wake()
 
     def on_readable(self, file: socket.socket | int, action: Callable[[], None]) -> None:
-        """Call `action` on the thread whenever the file can be read. Call this on the thread, or before its
-        duty begins."""
+        """Call `action` on the thread whenever the file is readable. Not thread-safe: call it on the thread,
+        or before the duty is scheduled."""
         if self._selector is not None and file not in self._selector.get_map():
             self._selector.register(file, selectors.EVENT_READ, action)
 
     def forget(self, file: socket.socket | int) -> None:
-        """Look at this file no more; before it is closed."""
+        """Stop polling this file. Call it before the file is closed."""
         self._resting.pop(file, None)
         if self._selector is not None:
             with suppress(KeyError, ValueError, OSError):
@@ -146,7 +145,8 @@ class Heart:
             self._turn(pause)
 
     def _turn(self, pause: float) -> None:
-        """Apart from `_run`, whose frame would hold the last duty, and what this holds, until the next."""
+        """Wait up to `pause` seconds, then run what is due. A function of its own, so that no local variable
+        keeps a finished duty alive while the thread sleeps."""
         while self._ended:
             _do(self._ended.pop().close)
         assert self._selector is not None
@@ -162,7 +162,8 @@ class Heart:
             _do(duty.beat)
 
     def _rest(self, file: socket.socket | int, action: Callable[[], None], before: _Rest | None) -> None:
-        """Do not look at a file for a while: what can be read there would wake the thread at once."""
+        """Stop polling a file for a while, as its unread data would wake the thread at once. The back-off
+        doubles with each failure."""
         seconds = min(2 * before.seconds, LONGEST_REST) if before is not None else REST
         assert self._selector is not None
         with suppress(KeyError, ValueError, OSError):
@@ -180,7 +181,8 @@ class Heart:
                     self._resting.pop(file, None)
 
     def _pause(self) -> float | None:
-        """Return the seconds to the next duty; None, and end, if there is none."""
+        """Return the seconds until the next duty is due. Without duties, release all resources and return
+        None."""
         with self._lock:
             if self._ended:
                 return 0.0
@@ -207,8 +209,8 @@ class Heart:
         self._resting.clear()
 
     def forked(self) -> None:
-        """In a fork, which has none of its parent's threads and none of its duties: close what would keep its
-        parent's connections open."""
+        """Reset in a forked child, which has no threads and no duties: close the inherited file descriptors,
+        which would keep the parent's connections open."""
         watched = () if self._selector is None else self._selector.get_map().values()
         files = {key.fileobj for key in watched} | self._resting.keys()
         for file in files:
@@ -225,7 +227,8 @@ class _Rest(NamedTuple):
 
 
 def _do(action: Callable[[], None], is_told: bool = False) -> bool:
-    """Return whether it has succeeded; what it raises is told, but for `is_told`."""
+    """Run a callback; return whether it succeeded. Exceptions are logged as warnings, or at DEBUG if an
+    earlier failure of the same file has been logged (`is_told`)."""
     try:
         action()
     except Exception as error:  # the other parts must go on

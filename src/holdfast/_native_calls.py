@@ -2,8 +2,9 @@
 
 A thread that comes back from such a call while the interpreter is finalised aborts the process ("terminate
 called without an active exception"): pybind11 takes the GIL in a destructor, and the interpreter ends the
-thread there. So the end of the process waits until none is under way, and lets none begin after that. A call
-that does not return by then is left: it mostly waits for another host, and comes back when nothing is left.
+thread there. So an exit handler waits for running calls, and refuses new ones. A call that is still running
+after `LONGEST` seconds is abandoned: it usually waits for another host, and returns only after the process
+has ended.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LONGEST = 1.0
-"""Seconds that the end of the process waits for calls under way."""
+"""Seconds that the exit handler waits for running calls."""
 
 _changed = threading.Condition()
 _under_way = 0
@@ -24,8 +25,8 @@ _closed = False
 
 @contextmanager
 def native_call() -> Iterator[None]:
-    """Wrap a call into torch's C++ that may be made beside the main thread. Raises RuntimeError once the
-    process is at its very end."""
+    """Wrap a call into torch's C++ that may run on another thread than the main thread. Raises RuntimeError
+    once the exit handler has run."""
     global _under_way
     if threading.current_thread() is threading.main_thread():
         yield
@@ -43,8 +44,8 @@ def native_call() -> Iterator[None]:
 
 
 def _wait_for_calls() -> None:
-    """Wait for calls under way, and refuse later ones. An `atexit` handler, which runs after all that were
-    registered since this module was imported."""
+    """Wait for running calls, and refuse later ones. An `atexit` handler; it runs after all handlers that
+    were registered after the import of this module."""
     global _closed
     with _changed:
         _closed = True

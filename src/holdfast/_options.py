@@ -15,7 +15,7 @@ CHECKS = ("auto", "full", "sample", "off")
 MiB = 1 << 20
 SECRET = "HOLDFAST_SECRET"
 INSTALL = "HOLDFAST_INSTALL"
-"""The variable by which `holdfast run` tells its processes to call `holdfast.install`."""
+"""The environment variable with which `holdfast run` makes its processes call `holdfast.install`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,12 @@ class Options:
     """How to write and read; the defaults suit a node with a few ranks a GPU or core."""
 
     check_replicas: str = "auto"
-    """`full` hashes every replica (about 0.1 s a GB and core), `sample` one block of each tensor,
-    `off` none. `auto`: plain tensors in full, declared replicas (DTensor, Shard) by sample."""
+    """Whether a save compares replicas: `full` hashes every replica (about 0.1 s per GB and core), `sample`
+    hashes one block of each tensor, `off` none. `auto`: `full` for plain tensors, `sample` for declared
+    replicas (DTensor, Shard)."""
 
     writer_threads: int = 1
-    """Threads that hash and write (and read and verify) in this process."""
+    """Number of threads of this process that hash and write, or read and verify."""
 
     max_file_bytes: int = 64 << 30
     """A rank's data file is continued in another one past this size."""
@@ -41,28 +42,27 @@ class Options:
     bytes. It makes saving and loading those matrices unsliced about half as fast, so none by default."""
 
     fingerprint: bool = False
-    """Note a fingerprint of every tensor in the index, which does not depend on the layout: `holdfast same`
-    then compares checkpoints without reading them. It is made of the bytes that are written, at 4 GB/s a
-    core."""
+    """Store a layout-independent fingerprint of every tensor in the index, so that `holdfast same` compares
+    checkpoints without reading their data. Computed from the written bytes, at 4 GB/s per core."""
 
     host_memory_budget: int | None = None
-    """Bytes of host memory that the copies of asynchronous saves may take together on this rank. A state
-    that is larger is copied in waves, each written before the next, and the call waits for the last copy; one
-    tensor that is larger is refused, with the numbers. None: no limit."""
+    """Maximum bytes of host memory on this rank for the copies of all running asynchronous saves. A larger
+    state is copied in waves, each written before the next, and the call returns after the last copy. A single
+    tensor above the limit is an error. None: no limit."""
 
     retries: int = 0
-    """How often an asynchronous save that failed is tried again, on all ranks, before its deadline."""
+    """How many times a failed asynchronous save is retried, on all ranks, before its deadline."""
 
     link_unchanged: bool = False
-    """Do not write bytes again that are equal to those of the last save of the same run: the step gets hard
-    links to the files that hold them. For states of which most stays as it is (LoRA, frozen layers)."""
+    """Do not rewrite bytes that are equal to those of the previous save of the same run; the step gets hard
+    links to the files with them. For states that change little between saves (LoRA, frozen layers)."""
 
     keep_failed: bool = False
     """Leave this rank's files of a failed save in place, for a post-mortem."""
 
     nearest_rng: bool = False
-    """Where the layout that saved a checkpoint of megatron-core had no rank at this rank's place, a load
-    takes the state of random generators (`rng_state`) of the nearest rank; otherwise it fails."""
+    """megatron-core: if the saved layout had no rank at this rank's coordinates, load the random generator
+    state (`rng_state`) of the nearest rank instead of failing."""
 
     def __post_init__(self) -> None:
         if self.check_replicas not in CHECKS:
@@ -83,7 +83,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the launcher tells this process, by torchrun's variables."""
+    """The launcher's settings for this process, from torchrun's environment variables."""
 
     rank: int
     world_size: int
@@ -93,17 +93,17 @@ class Environment:
     store: tuple[str, int] | None
     """Host and port of the message store."""
     launcher_has_store: bool
-    """Does torchrun open that store, and not rank 0?"""
+    """Whether torchrun hosts that store, rather than rank 0."""
     secret: str
-    """HOLDFAST_SECRET: the key that seals messages, for jobs whose message store strangers can reach."""
+    """HOLDFAST_SECRET: a key that authenticates messages, for message stores that others can reach."""
     job: str
-    """A name that the launcher gives a job, which restarts of it keep; empty if it gives none."""
+    """The launcher's name for the job, the same across restarts; empty if it has none."""
     restarts: int
-    """How often the launcher has started this job again."""
+    """How many times the launcher has restarted this job."""
 
 
 def read_place() -> tuple[int, int]:
-    """Read the rank of this process and the size of its world, which calls ask for often."""
+    """Read the rank of this process and its world size. A function of its own, because it is called often."""
     try:
         return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError as error:
@@ -111,7 +111,7 @@ def read_place() -> tuple[int, int]:
 
 
 def read_environment() -> Environment:
-    """Read what torchrun says; without it, a world of one."""
+    """Read torchrun's variables; without them, return a world of one rank."""
     rank, world_size = read_place()
     try:
         env = os.environ
@@ -181,7 +181,7 @@ def may_draw() -> bool:
 
 
 def ranks_of_this_host(rank: int, world_size: int) -> list[int]:
-    """Return the ranks of this host, by torchrun's variables; without these, of the 64 around this rank."""
+    """Return the ranks of this host, from torchrun's variables; else an aligned block of 64 ranks."""
     size, local = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("LOCAL_RANK", "")
     if size.isdigit() and local.isdigit() and int(local) < int(size):
         first, most = rank - int(local), int(size)

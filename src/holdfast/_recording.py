@@ -1,8 +1,7 @@
 """The event log of one rank: a bounded file in the run folder, one JSON object a line.
 
-A step never waits for it. What happens is kept in memory; the heart sees once a second that there is
-something, and a thread of its own writes it and ends, because storage may be what hangs. Past `LIMIT` the
-file becomes the older one of two, and replaces the one before.
+Training never waits for it: events are queued in memory, and once a second the heart starts a thread that
+writes them and exits, because storage may hang. A file above `LIMIT` is rotated; one older file is kept.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from holdfast.errors import HoldfastError
 
 log = logging.getLogger("holdfast")
 EVENTS = "events"
-"""The folder of a run that has the event logs of its ranks."""
+"""The subfolder of a run folder with the event logs of all ranks."""
 BEGUN, LOST = "record.begun", "record.lost"
-"""A process begins to record; events of it are lost."""
+"""Names of the events that mark the start of a recording, and lost events."""
 LIMIT = 1 << 20
-"""Bytes of one file, of which a rank has two."""
+"""Maximum bytes of one file; a rank has two."""
 QUEUED = 4096
-"""Events that wait to be written, at most: a second's, or those of the time in which storage hangs."""
+"""Maximum number of queued events; later ones are dropped and counted."""
 SHORT = 0.1
-"""Seconds below which a phase is left out: steps come by the thousand."""
+"""Phases shorter than this many seconds are not recorded, because a run has thousands of steps."""
 LAST = 1.0
-"""Seconds that the end waits for the last lines."""
+"""Seconds that `end` waits for the last lines to be written."""
 
 
 class Line(msgspec.Struct, omit_defaults=True):
@@ -60,7 +59,7 @@ class Recorder:
         self._rank = rank
         self._queue: deque[Line] = deque()
         self._moved: Line | None = None
-        """The last news of bytes that move: older news tell nothing more."""
+        """The latest progress event; it supersedes earlier ones."""
         self._lost = 0
         self._lock = threading.Lock()
         self._writer: threading.Thread | None = None
@@ -69,13 +68,13 @@ class Recorder:
         self._queue.append(Line(BEGUN, time.time(), fields=who))
 
     def begin(self, end: Callable[[], None]) -> None:
-        """Write what is noted from now on. end: what ends this, also at the end of the process."""
+        """Start writing. end: the function that stops the recording; also called at process exit."""
         self._at_exit = end
         at_exit(Stage.THREADS, end)
         heart.begin(self)
 
     def note(self, name: str, at: float, step: int | None, path: str, fields: Mapping[str, object]) -> None:
-        """Keep an event until it is written."""
+        """Queue an event for writing."""
         line = Line(name, at, step, printable(path))
         if "bytes_done" in fields and name != "save.staged":
             line.fields = dict(fields)
@@ -90,7 +89,7 @@ class Recorder:
                     and last.name == "phase.entered"
                     and last.fields["phase"] == line.fields["phase"]
                 ):
-                    self._queue.pop()  # the end says when it began
+                    self._queue.pop()  # `phase.left` contains the duration
                     if line.fields["seconds"] < SHORT:
                         return
             if len(self._queue) >= QUEUED:
@@ -103,7 +102,7 @@ class Recorder:
             self._write()
 
     def end(self) -> None:
-        """Write what is left, if storage answers within `LAST` seconds."""
+        """Write the remaining events, if storage answers within `LAST` seconds."""
         not_at_exit(self._at_exit)
         heart.end(self)
         ends = time.monotonic() + LAST
@@ -115,7 +114,7 @@ class Recorder:
                 self._writer.join(max(ends - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """Hold nothing: the file is closed after each write."""
+        """Nothing to release: the file is closed after each write."""
 
     def _write(self) -> None:
         with self._lock:
@@ -143,7 +142,7 @@ class Recorder:
 
 
 def _plain(value: object) -> Json:
-    """Return a value of an event as short JSON."""
+    """Convert a field of an event to short JSON."""
     if isinstance(value, float):
         return float(value)  # also of one of NumPy
     if isinstance(value, int) and abs(value) < 1 << 62:

@@ -1,9 +1,9 @@
 """Files in folders that other users may write to, such as those of roll calls.
 
-A stranger may plant a link, a FIFO or a huge file under any name there, and may exchange a folder for
-another. So a folder is opened once, without following a link, and must be this user's or root's; files are
-reached by its descriptor alone. Each is created exclusively under a random name, for this user only, and then
-gets its own; and each that is read is a plain file of this user's or root's, of a bounded size.
+An attacker may create a link, a FIFO or a huge file under any name there, or swap a folder for another. So a
+folder is opened once, without following links, and must belong to this user or root; files are accessed only
+relative to its descriptor. A file is created exclusively under a random name, readable by this user only, and
+then renamed. Only regular files of this user or root, of bounded size, are read.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ _FILE = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class SharedFolder:
-    """A folder, held open. Use it as a context manager. All methods raise OSError."""
+    """An open folder. Use it as a context manager. All methods raise OSError."""
 
     def __init__(
         self, base: str, *names: str, make: bool = False, private: bool = True, of_anyone: bool = False
     ) -> None:
-        """Open `base/names[0]/...`. Links are followed in `base` alone, which the user has given.
+        """Open `base/names[0]/...`. Links are followed in `base` only, which the user chose.
 
-        make: make what is missing. private: for this user only; else as the umask says. of_anyone: take
-            folders and files of other users, too, to read what somebody has collected.
+        make: create missing folders.
+        private: new folders and files are accessible to this user only; otherwise by the umask.
+        of_anyone: accept folders and files of other users, too.
         """
         self.path = os.path.join(base, *names)
         self._mode = 0o600 if private else 0o666
@@ -59,7 +60,7 @@ class SharedFolder:
         return self._uids is None or status.st_uid in self._uids
 
     def _made_by(self) -> int:
-        """Return whose a file is that this process makes here."""
+        """Return the owner's uid of files that this process creates here."""
         name, fd = self._new()
         try:
             return os.fstat(fd).st_uid
@@ -72,7 +73,7 @@ class SharedFolder:
         return name, os.open(name, _FILE | os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode, dir_fd=self._fd)
 
     def write(self, name: str, data: bytes, exclusive: bool = False) -> None:
-        """Write a whole file in place of another one; `exclusive`: raise FileExistsError if there is one."""
+        """Write a file atomically, replacing an existing one; `exclusive`: raise FileExistsError instead."""
         temporary, fd = self._new()
         try:
             with os.fdopen(fd, "wb") as file:
@@ -87,12 +88,12 @@ class SharedFolder:
                 os.unlink(temporary, dir_fd=self._fd)
 
     def append(self, name: str, data: bytes) -> int:
-        """Append to a plain file of this user's, which is made if it is not there; return its size."""
+        """Append to a regular file of this user, created if missing; return its size."""
         flags = _FILE | os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
         fd = os.open(name, flags, self._mode, dir_fd=self._fd)
         with os.fdopen(fd, "ab") as file:
             status = os.fstat(fd)
-            # One with a second name may be any file of this user's.
+            # A file with a second hard link may be any file of this user.
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not self._is_own(status):
                 raise PermissionError(errno.EPERM, "no plain file of this user's", name)
             file.write(data)
@@ -105,8 +106,8 @@ class SharedFolder:
         return os.listdir(self._fd)
 
     def open(self, name: str) -> BufferedReader:
-        """Open a plain file for reading. Raises OSError for what is none, or is another user's."""
-        # Opening a FIFO would wait for its other end.
+        """Open a regular file for reading. Raises OSError for other file types and other users' files."""
+        # O_NONBLOCK, because opening a FIFO would wait for its other end.
         file = os.fdopen(os.open(name, _FILE | os.O_RDONLY | os.O_NONBLOCK, dir_fd=self._fd), "rb")
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or not self._is_own(status):
@@ -115,7 +116,7 @@ class SharedFolder:
         return file
 
     def read(self, name: str, most: int) -> bytes:
-        """Return the content of a plain file, as `open` does. Raises OSError also for one that has more than
+        """Return the content of a regular file, opened as by `open`. Raises OSError if it is larger than
         `most` bytes."""
         with self.open(name) as file:
             if os.fstat(file.fileno()).st_size > most:

@@ -1,7 +1,7 @@
-"""Where code is: the last calls of a thread or of an exception, in one line, innermost last.
+"""One-line stacks: the last calls of a thread or of an exception, innermost last.
 
-Only frames are looked at, or what faulthandler has written of them. A source file is never opened: it may lie
-on storage that does not answer.
+They are made from frames, or from faulthandler's output. Source files are never opened: they may be on
+storage that does not answer.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 CALLS = 4
-"""How many calls are shown."""
+"""Maximum number of calls in a line."""
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _EXITS = _OWN + "_exits.py"
 _SYSTEM_EXIT = os.path.join(_OWN, "_groups", "ending", "system_exit.py")
 _ROSTER = os.path.join(_OWN, "_roster", "")
-"""A thread whose code is there waits for messages."""
+"""A thread that executes code in this folder waits for messages."""
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
 
 
 class StackFrame(NamedTuple):
-    """One frame of a stack: a call, and the line that it is at."""
+    """One frame of a stack: file, current line and function."""
 
     file: str
     line: int | None
@@ -58,16 +58,15 @@ def calls_of_traceback(trace: TracebackType | None) -> str:
 
 
 def frame_of(thread: threading.Thread) -> FrameType | None:
-    """Return the innermost frame of a thread, if it is in Python code."""
+    """Return the innermost frame of a thread; None if it runs no Python code."""
     # A snapshot: the thread goes on meanwhile, so the frame's line may be a later one.
     return sys._current_frames().get(thread.ident or 0)
 
 
 def where_threads_are(caller: threading.Thread | None = None) -> str:
-    """Say where this process's main thread is, as a part of a sentence; `caller`, too, if it is another one.
+    """Return the one-line stacks, as part of a sentence, of this process's main thread and of `caller`.
 
-    Of a thread that waits in a call of Holdfast this shows where it called, and where the thread is that
-    works for it.
+    For a thread that waits in a call of Holdfast: where it made the call, and the stack of the worker thread.
     """
     threads = [threading.main_thread()]
     if caller is not None and caller is not threads[0] and caller.is_alive():
@@ -76,43 +75,42 @@ def where_threads_are(caller: threading.Thread | None = None) -> str:
 
 
 def where_thread_is(thread: threading.Thread) -> str:
-    """Say where one thread is, as `where_threads_are` does."""
+    """Like `where_threads_are`, for one thread."""
     name = "main thread" if thread is threading.main_thread() else f"thread {thread.name!r}"
     workers = (frame_of(other) for other in threading.enumerate() if other.name == "holdfast-operation")
     return _where(name, list(_stack(frame_of(thread))), [list(_stack(frame)) for frame in workers])
 
 
 def where_dumped(dump: str) -> str:
-    """Say where the main thread of another process is, by what faulthandler has written of it."""
+    """Like `where_threads_are`, for the main thread of another process, from faulthandler's output."""
     frames = (_FRAME.match(line) for line in dump.splitlines())
     stack = [StackFrame(frame[1], int(frame[2]), frame[3]) for frame in frames if frame is not None]
     return _where("main thread", stack, []) if stack else ""
 
 
 def _where(name: str, stack: list[StackFrame], workers: list[list[StackFrame]]) -> str:
-    """Say where a thread is. stack: its calls, innermost first. workers: the stacks of threads that may
-    work for it."""
+    """Describe a thread. stack: its calls, innermost first. workers: stacks of threads that may work for
+    it."""
     entry = _entry_into_holdfast(stack)
     if not stack:
         return f"its {name} is in no Python code"
     if entry is None:
         return f"its {name} is at {_line(stack)}"
     if stack[entry].file == _EXITS:
-        return ""  # Holdfast's end of the process, and nobody's code
-    # The thread that works for a waiting one tells more, unless it waits for messages, too.
+        return ""  # Holdfast's exit handler, not user code
+    # A worker thread's stack is more informative, unless it waits for messages as well.
     at_work = next((work for work in workers if work and not work[0].file.startswith(_ROSTER)), None)
     more = f", which does {_line(at_work)}" if at_work is not None else ""
     return f"its {name} is at {_line(stack[entry:])}{more}"
 
 
 def _entry_into_holdfast(stack: list[StackFrame]) -> int | None:
-    """Return the number of the call where a thread entered Holdfast's code; None if it is in other code
-    now."""
+    """Return the index of the frame in which a thread entered Holdfast's code; None if it is not in it."""
     entry = None
     for number, call in enumerate(stack):
         if call.file.startswith(_OWN):
             entry = number
-        # Waiting goes through threading (Event, Condition): such frames belong to their caller.
+        # Frames of threading (Event.wait, Condition.wait) belong to their caller.
         elif call.file != threading.__file__:
             break
     return entry

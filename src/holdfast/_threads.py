@@ -1,5 +1,4 @@
-"""Holdfast's own threads: daemons with a name, waited for with a timeout; one clear error where the system
-allows no more of them."""
+"""Start Holdfast's own threads: named daemon threads, and a clear error if the system allows no more."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from holdfast.errors import DeadlineExceeded, NotStarted
 RAISE_LIMIT = (
     "Raise the limit of processes and threads (ulimit -u, pids.max of the container), or run fewer of them."
 )
-"""What to do where no more can be started."""
+"""The hint for errors when no thread or process can be started."""
 
 
 BEGINS_WITHIN = 60.0
-"""Seconds that a thread may take to its first line; a machine may be busy."""
+"""Seconds within which a new thread must start to run; a machine may be busy."""
 _MAY_REFUSE = sys.version_info[:2] == (3, 12)
 _entries: list[object] = []
-"""C functions of threads, which must live as long as their threads run."""
+"""ctypes callbacks that threads run; they must not be freed before the threads end."""
 
 
 def start_thread(work: Callable[[], object], name: str, rank: int | None = None) -> threading.Thread:
@@ -72,9 +71,9 @@ def _begin_late(thread: threading.Thread) -> None:
 
 
 def within(seconds: float, doing: str, action: Callable[[], None]) -> None:
-    """Run a call that may block for ever, mostly into storage, on a thread of its own. Raises
-    DeadlineExceeded if it takes too long."""
-    # Empty until it has ended; then what it raised, or None.
+    """Run a call that may block forever (usually storage) on its own thread. Raises DeadlineExceeded if it
+    takes longer than `seconds`."""
+    # Empty until the call has ended; then its exception, or None.
     ended: list[BaseException | None] = []
 
     def work() -> None:
@@ -85,7 +84,7 @@ def within(seconds: float, doing: str, action: Callable[[], None]) -> None:
         else:
             ended.append(None)
 
-    # A thread that does not come back is left behind; it is a daemon, so it does not hold the process.
+    # A stuck thread is abandoned; as a daemon, it does not keep the process alive.
     start_thread(work, "holdfast-look").join(seconds)
     if not ended:
         raise DeadlineExceeded(

@@ -1,4 +1,4 @@
-"""Types that `typing` has no name for, and texts of others in a message of ours."""
+"""Shared type aliases, and formatting of values in messages."""
 
 import re
 import time
@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 
 Buffer = Any
-"""Anything with the buffer protocol, which has a name from Python 3.12 on."""
+"""An object with the buffer protocol (`collections.abc.Buffer` since Python 3.12)."""
 Json = Any
 """A JSON value. Code that reads one from a message checks it."""
 Message = dict[str, Json]
-"""A JSON object: what ranks send each other."""
+"""A JSON object, as ranks send to each other."""
 NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not JSON of the wanted type."""
+"""The exceptions of msgspec for bytes that are not JSON of the requested type."""
 ReportProgress = Callable[[int, int], None]
-"""Called with the bytes done so far, and the bytes in all."""
+"""A progress callback: called with the bytes done and the total bytes."""
 
 
 _NUMBER = re.compile("([0-9]{1,18})")

@@ -1,7 +1,8 @@
-"""torch.distributed.checkpoint with other insides: `import holdfast.dcp as dcp` is the switch.
+"""A drop-in replacement for torch.distributed.checkpoint: `import holdfast.dcp as dcp`.
 
-`save`, `load`, `async_save`, and the deprecated `save_state_dict` and `load_state_dict`, are ours. Every
-other public name is torch's own. From this import on, torch's own reader also reads Holdfast folders.
+`save`, `load`, `async_save`, and the deprecated `save_state_dict` and `load_state_dict`, are Holdfast's.
+Every other public name is torch's own. Importing this module also makes torch's FileSystemReader read
+Holdfast folders.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -31,5 +32,5 @@ def __getattr__(name: str) -> Any:
     import torch.distributed.checkpoint as theirs
     from torch.distributed.checkpoint import state_dict_saver
 
-    # What `async_save` takes and returns has no name in the package.
+    # torch does not export the argument and return types of `async_save` from the package.
     return getattr(state_dict_saver if name.startswith("Async") else theirs, name)

@@ -1,9 +1,9 @@
-"""What can go wrong, as one small tree.
+"""The exception hierarchy.
 
     HoldfastError
     ├── BadInput(ValueError)     the call itself can't be honoured; nothing was started
     ├── SaveFailed               this save did not become a checkpoint, on any rank
-    │   ├── IdleRanks            ranks have not come that the save does without; it handles this by itself
+    │   ├── IdleRanks            ranks are absent whose data other ranks also hold; handled internally
     │   ├── CoverageError        the shards of all ranks do not tile a tensor exactly once
     │   ├── ReplicaMismatch      ranks hold different bytes under one name
     │   ├── Vanished             tensors that the previous step (or `expected=`) had are gone
@@ -23,7 +23,7 @@
     ├── NotStarted               the system starts no more threads or processes
     └── StorageError(OSError)    the file system or object store refused
 
-Every error can be pickled, has its facts in fields, and travels between ranks as JSON (`to_message` and
+Every error can be pickled, has its data in fields, and is sent between ranks as JSON (`to_message` and
 `from_message`), so that all ranks raise the same one.
 """
 
@@ -38,7 +38,7 @@ from holdfast._ready import ready
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """Where a rank was when it was last heard of."""
+    """The last known state of a rank."""
 
     rank: int
     host: str = ""
@@ -47,7 +47,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     seconds_since_seen: float | None = None
     note: str = ""
     at: str = ""
-    """Where its code was when other ranks asked, innermost call last; "" if it did not answer."""
+    """Its stack when other ranks asked for it, innermost call last; "" if it did not answer."""
 
     def __str__(self) -> str:
         who = f"rank {self.rank}"
@@ -59,20 +59,20 @@ class RankInfo(msgspec.Struct, frozen=True):
                 who += f" {self.seconds_since_seen:.1f} s ago"
         else:
             who += ", which has not been heard of"
-        # Of a process that is stopped, the kernel's word is the answer, too.
+        # For a stopped process, `note` already contains the kernel's description of where it is.
         notes = self.note if self.at in self.note else "; ".join(filter(None, (self.note, self.at)))
         return f"{who}: {notes}" if notes else who
 
 
 class HoldfastError(Exception):
-    """The root. `message` is one clear sentence or two; the other fields are for programs.
+    """The base class. `message` is one or two sentences for people; the other fields are for programs.
 
     Fields: `step` (int or None), `phase` (str), `rank` (the rank that caused it, or None),
     `missing` (tuple of RankInfo), `hint` (what to do next), `details` (a dict of JSON values).
     """
 
     plain: ClassVar[type[HoldfastError] | None] = None
-    """For a class that also inherits a framework's error: our class without that."""
+    """For a class that also inherits from a framework's exception: the Holdfast class without it."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class SaveFailed(HoldfastError):
 
 
 class IdleRanks(SaveFailed):
-    """Ranks have not come whose values the other ranks hold, too. All ranks get this error, and save again
-    without the absent ones: no caller sees it."""
+    """Ranks are absent, but other ranks hold the same values. Internal: all ranks get this error and save
+    again without the absent ones, so callers never see it."""
 
 
 class CoverageError(SaveFailed):
@@ -144,8 +144,8 @@ class Vanished(SaveFailed):
 
 
 class Conflict(SaveFailed):
-    """Somebody else has the folder: another save committed there since this one began, another job saves
-    there, or a step that is to be deleted is being read."""
+    """The folder is in use: another save committed there since this one began, another job saves there, or
+    the step to delete is being read."""
 
 
 class LoadFailed(HoldfastError):
@@ -161,8 +161,8 @@ class Replaced(LoadFailed):
 
 
 class Unplaced(LoadFailed):
-    """A rank has a shard without an offset. All ranks get this error, exchange their lengths, and load again:
-    no caller sees it."""
+    """A rank has a shard without an offset. Internal: all ranks get this error, exchange their lengths and
+    load again, so callers never see it."""
 
 
 class MissingTensors(LoadFailed):
@@ -174,11 +174,11 @@ class ShapeMismatch(LoadFailed):
 
 
 class CorruptCheckpoint(HoldfastError):
-    """Bytes in storage are not what was written: which file, where, and what was expected."""
+    """Bytes in storage differ from those written. The message names the file, the position and the digest."""
 
 
 class GroupsFailed(HoldfastError):
-    """A process group could not be opened, warmed up or closed: which, on which rank, and why."""
+    """A process group could not be opened, warmed up or closed. The message names the group and the cause."""
 
 
 class RankFailed(HoldfastError):
@@ -186,7 +186,7 @@ class RankFailed(HoldfastError):
 
 
 class DeadlineExceeded(RankFailed):
-    """The time given for the call has passed; `missing` says who did not arrive."""
+    """The call's timeout has passed; `missing` lists the ranks that did not arrive."""
 
 
 class CommitUnconfirmed(HoldfastError):
@@ -199,17 +199,17 @@ class RosterLost(HoldfastError):
 
 
 class NotStarted(HoldfastError):
-    """The system starts no more threads or processes for this one: which limit, and how to raise it."""
+    """The system refused to start a thread or process. The message names the limit and how to raise it."""
 
 
 class StorageError(HoldfastError, OSError):
-    """The file system or object store refused: full, read-only, failing."""
+    """An operation of the file system or object store failed: full, read-only, unreachable."""
 
 
 def _tree(root: type[HoldfastError]) -> dict[str, type[HoldfastError]]:
     kinds = {root.__name__: root}
     for child in root.__subclasses__():
-        # A class that has `plain` has the same name as ours, and would replace it in this table.
+        # A class with `plain` has the same name as the Holdfast class, and would replace it in this table.
         if child.plain is None:
             kinds.update(_tree(child))
     return {name: kind for name, kind in kinds.items() if not name.startswith("_")}
@@ -223,7 +223,7 @@ def first_line(error: BaseException) -> str:
 
 
 def from_message(message: dict[str, Any]) -> HoldfastError:
-    """Decode what `HoldfastError.to_message` gave; an unknown kind becomes a HoldfastError."""
+    """Decode the result of `HoldfastError.to_message`; an unknown kind becomes a HoldfastError."""
     # By name, in this tree only: a message comes from another process, and must not name any other class.
     kind = _tree(HoldfastError).get(str(message.get("kind")), HoldfastError)
     return _rebuild(kind, message)
@@ -235,7 +235,7 @@ def _rebuild(kind: type[HoldfastError], message: dict[str, Any]) -> HoldfastErro
         try:
             missing.append(msgspec.convert(info, ready(RankInfo)))
         except msgspec.ValidationError:
-            continue  # written by another version; the error's message still says it
+            continue  # written by another version; the error's message still contains it
     # Each field is converted: a sender of another version, or a stranger, may have written it.
     details = message.get("details")
     return kind(

@@ -1,7 +1,7 @@
-"""What happens, as it happens: one hook for logs, progress bars, timelines and tests.
+"""Events of saves and loads as they happen: one hook for logs, progress bars, timelines and tests.
 
-A callback of `subscribe(callback)` gets every event of this process. It runs on the thread that emits; what
-it raises is logged and otherwise ignored, because watching must not break a save.
+`subscribe(callback)` registers a callback for every event of this process. It runs on the thread that emits
+the event. An exception from it is logged and otherwise ignored, because monitoring must not break a save.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _log = logging.getLogger("holdfast")
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One thing that happened. `at` is wall-clock seconds, for people; order is per thread."""
+    """One event. `at`: seconds since the epoch, by this host's clock. Events are ordered per thread only."""
 
     name: str
     """`save.`, `load.` or `choice.`, then a phase from the protocol table (`save.writing`), or `raised` when
     the call raises. Also `load.rejected`, when a load passes over a damaged step; `save.staged`, when an
     asynchronous save has copied the state; `save.stale`, when no tensor of it has changed; `phase.entered`
-    and `phase.left`, of `phase`; `roll_call.told` and `roll_call.over`, on the rank that has called the
-    roll."""
+    and `phase.left`, from `phase`; `roll_call.told` and `roll_call.over`, on the rank that made the roll
+    call."""
     rank: int
     step: int | None
     path: str
@@ -48,8 +48,8 @@ _phases: list[str] = []
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Name what the program does inside, such as `"eval"`: roll calls tell it of each rank, and reports draw
-    it. Phases may be nested; the innermost is told."""
+    """Label a part of the program, such as `"eval"`. Roll calls and reports show the label of each rank.
+    Phases may be nested; the innermost one counts."""
     _phases.append(name)
     began, rank = time.monotonic(), _place()[0] if _is_heard() else 0
     emit("phase.entered", rank=rank, phase=name)
@@ -61,12 +61,12 @@ def phase(name: str) -> Iterator[None]:
 
 
 def phase_now() -> str:
-    """Return the phase that the program is in; "" without one."""
+    """Return the innermost current phase; "" outside of any."""
     return _phases[-1] if _phases else ""
 
 
 def subscribe(callback: Callback) -> Callable[[], None]:
-    """Call `callback(event)` for every event; returns a function that ends it."""
+    """Call `callback(event)` for every event. Returns a function that unsubscribes it."""
     with _lock:
         _callbacks.append(callback)
 
@@ -80,7 +80,7 @@ def subscribe(callback: Callback) -> Callable[[], None]:
 
 def emit(name: str, *, rank: int = 0, step: int | None = None, path: str = "", **fields: object) -> None:
     """Send an event to all subscribers. Costs almost nothing when there is none."""
-    # Checked before the event is made: each batch of bytes that moves emits one.
+    # Checked before the event is constructed: each batch of transferred bytes emits one.
     if not _is_heard():
         return
     event = Event(name, rank, step, path, time.time(), fields)
@@ -93,11 +93,11 @@ def emit(name: str, *, rank: int = 0, step: int | None = None, path: str = "", *
 
 
 def record(folder: str | os.PathLike[str]) -> Callable[[], None]:
-    """Record the events of this rank in a run folder, for `holdfast report` and `holdfast watch`; returns a
-    function that ends it. Call it on every rank, after `init_process_group` where no launcher sets RANK.
+    """Record the events of this rank in a run folder, for `holdfast report` and `holdfast watch`. Returns a
+    function that stops it. Call it on every rank, after `init_process_group` where no launcher sets RANK.
 
-    `folder/events/rank-3.jsonl` holds the newest events, 2 MiB at most. Storage is written to by another
-    thread, about once a second: one that hangs holds up nothing.
+    `folder/events/rank-3.jsonl` holds the newest events, 2 MiB at most. A background thread writes
+    them about once a second, so storage that hangs does not block training.
     """
     from holdfast._recording import Recorder
 

@@ -1,8 +1,9 @@
 """Models as Hugging Face publishes them: `from holdfast import huggingface`.
 
-A published folder loads by `holdfast.load` and `holdfast.megatron.load`, in any layout. `export` makes such a
-folder of a checkpoint, `import_` a checkpoint of such a folder, `fetch` copies the part of either that some
-ranks need, `mapping_of` says what a tensor is made of, `families` which models are known.
+`holdfast.load` and `holdfast.megatron.load` load a published folder in any layout. `export` converts a
+checkpoint to such a folder, `import_` converts a folder to a checkpoint, `fetch` copies the part of either
+that some ranks need, `mapping_of` names the published tensors that a megatron-core tensor is built from,
+and `families` lists the supported models.
 """
 
 from holdfast._integrations.huggingface.export import export_huggingface as export

@@ -1,6 +1,6 @@
-"""What you may write yourself: a store for files, and a roster, the messages between ranks.
+"""Interfaces that you can implement: `Store`, storage for files, and `Roster`, messages between ranks.
 
-`holdfast.testing` has a contract for each, which a test of yours subclasses, and one of each in memory.
+`holdfast.testing` has a contract test for each, to subclass in your tests, and an in-memory implementation.
 """
 
 from holdfast._roster.base import Roster

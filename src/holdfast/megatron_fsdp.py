@@ -4,7 +4,7 @@ collective.
     from holdfast.megatron_fsdp import (
         handle_gdn_in_state_dict, handle_swiglu_in_state_dict, preprocess_state_dict_for_uneven_dtensor)
 
-instead of megatron-core's, in what prepares a state dict of format `fsdp_dtensor`.
+in place of megatron-core's functions, in the code that prepares an `fsdp_dtensor` state dict.
 """
 
 from holdfast._integrations.megatron_fsdp import (

@@ -1,4 +1,4 @@
-"""`async_save`: training waits for a copy of its state in memory, and goes on."""
+"""`async_save`: training waits only until its state is copied in memory."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def async_save(
     notes: Json = None,
     job: Job | None = None,
 ) -> Pending:
-    """Copy a state and save the copy in the background: the state as it is at this call.
+    """Copy the state as it is now, and save the copy in the background.
 
-    The copy lies in shared memory that is reused from save to save; a process of this rank's own, which
-    imports no torch, hashes and writes it. No rank enters a collective. If an earlier save of this thread is
-    still under way, this call waits for it first. The job's `timeout` counts from the end of that one.
+    The copy is in shared memory, which later saves reuse. A writer process of this rank, without torch,
+    hashes and writes it. No rank enters a collective. If an earlier save of this thread is
+    still running, this call waits for it first, and the job's `timeout` counts from its end.
 
     state_dict: nested dict of tensors, DTensors, `Shard`s, `PerRank`s, objects, stateful values.
-    path: the folder of this checkpoint, or a store. Into a store of a class that is not Holdfast's, a
-        thread of this process writes.
+    path: the folder of this checkpoint, or a store. For a store class that is not
+        Holdfast's own, a thread of this process writes instead of the writer process.
     step: its number, a whole number from 0 on, or None.
     include, exclude: shell patterns of names; `model` means everything under it.
-    expected: names that must be in the save, or "previous": those of the checkpoint that it replaces; None:
-        no such check.
-    overwrite: replace a checkpoint that is there; it stays whole until the instant of commit.
-    notes: any JSON value, kept in the index for whoever reads it.
+    expected: names that the save must contain, or "previous": the names in the checkpoint that it replaces.
+        None: no check.
+    overwrite: replace an existing checkpoint, which stays intact until the commit.
+    notes: any JSON value, stored in the index.
     job: who takes part, deadlines, options such as `host_memory_budget` and `retries` (`holdfast.Job`).
 
-    Returns a `Pending`. Its `committed` raises what is wrong with a state, on all ranks. `BadInput` is raised
-    here, before anything was started.
+    Returns a `Pending`, whose `committed()` raises the errors of the save, also those of the state, on all
+    ranks. Invalid arguments raise `BadInput` here, before anything is started.
     """
     store, job = open_store(path), job_of(job)
 

@@ -1,4 +1,4 @@
-"""The handle of a save that goes on while training does."""
+"""The handle of an asynchronous save."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ CANCELLED = "cancelled"
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Where a pending save is, on this rank."""
+    """The progress of a pending save on this rank."""
 
     phase: str
-    """Of the protocol (docs/protocol.md)."""
+    """A phase of the protocol (docs/protocol.md)."""
     bytes_done: int
     bytes_total: int
-    """0 until it is known."""
+    """Bytes that this rank will write; 0 until known."""
 
 
 class Pending(Future[SaveReport]):
-    """An asynchronous save, a future of its report. `staged` and `committed` wait, and so do `result` and
-    `exception`; everything else answers at once.
+    """An asynchronous save: a future of its `SaveReport`. `staged`, `committed`, `wait`, `result` and
+    `exception` block; everything else returns at once.
 
-    A save that was cancelled ends with an error that says on which rank, not with CancelledError.
+    A cancelled save ends with a HoldfastError that names the cancelling rank, not with CancelledError.
     """
 
     def __init__(self, path: str, step: int | None) -> None:
@@ -45,9 +45,9 @@ class Pending(Future[SaveReport]):
         self._begun = threading.Lock()
         """The thread that runs the save holds it."""
         self.seen: bool = False
-        """Has anybody seen how it ended?"""
+        """Whether the result or the error has been read."""
         self.only_warns = False
-        """Is a failure only logged?"""
+        """Whether a failure is logged instead of raised."""
         self._save: SaveJob | None = None
         self.who: str = "a rank"
         """The rank that saves, as messages name it."""
@@ -93,75 +93,76 @@ class Pending(Future[SaveReport]):
             raise
 
     def _let_go(self) -> None:
-        """Drop the job: who keeps this object must not keep what the save needed."""
+        """Drop the job, so that a reference to this object does not keep the state in memory."""
         self._last = self.progress()
         self._save = None
 
     def _attempt(self, save: SaveJob) -> None:
-        """Note the job that runs now: the first one, or that of a retry."""
+        """Record the running job: the first attempt, or a retry."""
         self._save, self.who = save, save.operation.context.who
         if self._cancel is not None:  # it was cancelled before this attempt began
             save.operation.cancel.set(self._cancel)
 
     def has_staged(self) -> None:
-        """Note that the state was copied, and may change."""
+        """Record that the state is copied and may change."""
         if not self.staging_completion.done():
             self.staging_completion.set_result(None)
 
     def staged(self, timeout: float | None = None) -> None:
-        """Wait until the state has been copied, and may change."""
+        """Wait until the state is copied; from then on, training may change it."""
         if not concurrent.futures.wait([self.staging_completion], timeout).done:
             raise self.late("staged", timeout)
 
     def committed(self, timeout: float | None = None) -> SaveReport:
-        """Wait until it is committed on all ranks; if it fails, raise the error that all ranks raise.
+        """Wait until the save is committed on all ranks; if it fails, raise the same error on all ranks.
 
-        timeout: seconds; by default those of the save itself, which end it in any case.
+        timeout: seconds to wait; default: no limit besides the deadline of the save itself. Raises
+            DeadlineExceeded after that; the save goes on.
         """
         if not self.wait(timeout):
             raise self.late("committed", timeout)
         return self.result()  # it has ended
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Do what `committed` does, but raise TimeoutError if it goes on for longer."""
+        """Like `committed`, but raise TimeoutError if the save takes longer than `timeout` seconds."""
         try:
             return super().result(timeout)
         finally:
             self.seen = self.seen or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait as `result` does; return the error, or None if it is committed."""
+        """Wait like `result`; return the error, or None if the save is committed."""
         try:
             return super().exception(timeout)
         finally:
             self.seen = self.seen or self.done()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended, well or not; return whether it has. Does not count a failure as seen."""
+        """Wait until the save has finished or failed; return whether it has. An error stays unseen."""
         concurrent.futures.wait([self], timeout)
         return self.done()
 
     def failure(self) -> BaseException | None:
-        """Return its error, if it has ended with one, without counting that as seen."""
+        """Return the error of a failed save, else None, without marking it as seen."""
         return super().exception() if self.done() else None
 
     def failed_unseen(self) -> bool:
-        """Return whether it has ended with an error that nobody has asked for, and that is not expected."""
+        """Return whether the save failed unexpectedly and nobody has read the error."""
         error = self.failure()
         return not (error is None or self.seen or self.only_warns or self.is_given_up(error))
 
     def is_given_up(self, error: BaseException | None) -> bool:
-        """Return whether it was cancelled here, or, as its error says, on another rank."""
+        """Return whether the save was cancelled, here or (by its error) on another rank."""
         return self._cancel is not None or (isinstance(error, HoldfastError) and CANCELLED in error.details)
 
     def cancelled(self) -> bool:
-        """Return whether it has failed, and was cancelled on some rank."""
+        """Return whether the save failed because some rank cancelled it."""
         error = self.failure()
         return error is not None and self.is_given_up(error)
 
     def cancel(self) -> bool:
-        """Give it up, on all ranks; False if it has ended already. It may still be committed, as `committed`
-        tells."""
+        """Cancel the save on all ranks. Returns False if it has already ended. It may still be committed:
+        `committed` tells."""
         if self.done():
             return False
         # Set first, then read the job; `_attempt` does these two the other way round. So one of them sees the
@@ -175,14 +176,14 @@ class Pending(Future[SaveReport]):
         return True
 
     def progress(self) -> Progress:
-        """Return the phase and the bytes written on this rank."""
+        """Return the phase and the number of bytes written on this rank."""
         save = self._save
         if save is None:
             return self._last
         return Progress(save.operation.context.phase, save.operation.bytes_done, save.operation.bytes_total)
 
     def late(self, what: str, timeout: float | None) -> DeadlineExceeded:
-        """Return the error of a wait that is over while the save goes on."""
+        """Return the error for a wait that timed out while the save goes on."""
         where = self.progress()
         return DeadlineExceeded(
             f"The save of {self.path} was not {what} within {timeout:g} s: it is in phase {where.phase!r}, "

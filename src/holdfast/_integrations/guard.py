@@ -1,4 +1,4 @@
-"""Waits with a deadline in place of the barriers inside a framework's save function.
+"""Replace the barriers inside a framework's save function by waits with a deadline.
 
 Frameworks call barriers and object collectives around `dist_checkpointing.save`. If one rank never comes, the
 others wait in them until a watchdog ends the job. While a guarded function runs, the ranks of such a call of
@@ -27,7 +27,7 @@ _lock = threading.Lock()
 _users = 0
 """Guarded functions that run now, on all threads."""
 _originals: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {}
-"""By name, the collective of torch, and what stands in for it."""
+"""By name: torch's collective and its replacement."""
 
 
 class Guard:
@@ -43,7 +43,7 @@ class Guard:
     def call(
         self, name: str, original: Callable[..., object], args: tuple[object, ...], named: dict[str, object]
     ) -> object:
-        """Do what the guarded function asks of `torch.distributed.<name>`."""
+        """Execute the guarded function's call of `torch.distributed.<name>`."""
         try:
             # Of an asynchronous barrier the framework wants the work object.
             if name != "barrier" or named.get("async_op"):
@@ -81,11 +81,11 @@ def guarded(
 
     The ranks of any other collective meet there before it is issued. Other threads are not affected.
 
-    title: the name of this place in errors; the same on all ranks. Every rank must make the same calls in the
+    title: names this place in errors; the same on all ranks. Every rank must make the same calls in the
         same order, as with the collectives themselves; errors name a rank that does not.
-    job: its participants are the ranks that "all ranks" means inside; its `timeout` bounds each wait, and is
-        by default that of the group whose collective it is, or 1800 s, if that is longer.
-    like_stock: whether also a job's `timeout` is never shorter than the group's own.
+    job: its participants stand for "all ranks" inside the function; its `timeout` bounds each wait. Default:
+        the timeout of the group of the collective, at least 1800 s.
+    like_stock: never use a timeout shorter than the group's own, even if the job has one.
     call: a text that differs between calls with the same title, such as a step or a folder; the same on all
         ranks. A rank that missed one call, or left it by an error of its own, still meets the others in the
         next one. Without it, that rank first gets the error of the call that it missed.
@@ -111,8 +111,8 @@ def guarded(
 
 @contextmanager
 def telling_apart(call: str) -> Iterator[None]:
-    """Set `call` of this thread's guard, if there is one, for a part of a guarded function, such as one of
-    the requests that it finalizes."""
+    """Set `call` of this thread's guard, if there is one, for a part of a guarded function, such as the
+    finalization of one request."""
     if _here.guard is None:
         yield
         return

@@ -63,20 +63,20 @@ class _Installation:
     def __init__(self, settings: Settings, frameworks: list[Framework]) -> None:
         self.settings = settings
         self.beacon: Beacon | None = None
-        """What shows this rank to the others."""
+        """The presence beacon of this rank."""
         self.roll_call: RollCall | None = None
         self.end_record: Callable[[], None] | None = None
-        """What ends the recording of events."""
+        """Stops the recording of events."""
         self.frameworks = frameworks
         self.patches = {framework.name: Patches() for framework in frameworks}
         self.own = Patches()
-        """Guards that the caller named."""
+        """Patches for the functions in `guard=[...]`."""
         self.unreached = dict.fromkeys(settings.guarded)
-        """Those of them whose function was not called yet."""
+        """Functions in `guard=[...]` that have not been called yet."""
         self.rank: int | None = None
-        """Its rank, once it has been in a process group."""
+        """The rank of this process, once a default process group has been initialised."""
         self.serves = False
-        """Did it start to answer `holdfast doctor`?"""
+        """Whether this installation started the server for `holdfast doctor`."""
 
     def begin(self) -> None:
         for framework in self.frameworks:
@@ -95,14 +95,15 @@ class _Installation:
         self._show()
 
     def _shown(self, original: Callable[..., object]) -> Callable[..., object]:
-        """Make `init_process_group` that also shows this rank to the others from then on: before the first
-        call, and between calls, they see whether its process is there, and can ask where it is."""
+        """Wrap `init_process_group`: afterwards, start the presence beacon, roll calls and the recording of
+        events. Through the beacon, other ranks can check whether this process is alive and ask for its stack,
+        also before and between calls."""
 
         @wraps(original)
         def init_process_group(*args: object, **named: object) -> None:
             import torch.distributed as dist
 
-            if self.rank is not None and not dist.is_initialized():  # a default group went before
+            if self.rank is not None and not dist.is_initialized():  # there was an earlier default group
                 forget_groups()
             original(*args, **named)
             self._show()
@@ -110,9 +111,8 @@ class _Installation:
         return init_process_group
 
     def _seen_off(self, original: Callable[..., object]) -> Callable[..., object]:
-        """Make `destroy_process_group` that first waits for the saves under way, as the end of the process
-        does, says that this rank comes to no other call there, and lets the others leave the last one, if the
-        message store ends with the group."""
+        """Wrap `destroy_process_group`: wait for running saves, announce that this rank is leaving, and, if
+        this process hosts the store, wait until the others have left."""
 
         @wraps(original)
         def destroy_process_group(*args: object, **named: object) -> None:
@@ -136,7 +136,7 @@ class _Installation:
         if not dist.is_initialized():
             return
         self.rank = dist.get_rank()
-        # Not earlier: workers of data loaders and compilers have a RANK, too.
+        # Only now: worker processes of data loaders and compilers have RANK set, too.
         if event_folder() and self.end_record is None:
             self.end_record = events.record(event_folder())
         if dist.get_world_size() > 1:
@@ -150,7 +150,7 @@ class _Installation:
             heart.begin(self.roll_call)
 
     def _say_end(self) -> None:
-        if uncaught() is None:  # a program that failed may not have come to its first save
+        if uncaught() is None:  # a program that crashed may have done so before its first save
             self.say_unreached()
         if self.beacon is not None:
             self.beacon.end(how_it_ended())
@@ -158,8 +158,8 @@ class _Installation:
                 self.beacon.see_off()
 
     def say_unreached(self) -> None:
-        """Warn, on rank 0, of guards that guarded nothing: the program calls another function, or has bound
-        this one before."""
+        """Warn, on rank 0, of guarded functions that were never called: the program calls another function,
+        or bound the original before `install`."""
         if self.unreached and self.rank == 0:
             log.warning(
                 "install(guard=...) guarded nothing in %s: this process never called it. Name the function "
@@ -208,7 +208,7 @@ def install(
         all ranks inside a guarded function waits for the participants only. By default these are the ranks
         of Megatron's groups, or all.
     after_end: seconds that a process may do nothing after the end of its main thread; then it is ended, with
-        exit code 87. None: it is told after the job's `report_after`, with what keeps it, and never ended.
+        exit code 87. None: it is never ended; after the job's `report_after`, what keeps it alive is logged.
     checkpoints: replace saves and loads.
     huggingface: replace the functions that load published weights into a model, or save a model as published
         weights (mbridge, Megatron-Bridge, ms-swift's mcore-bridge; verl and NeMo RL call these).
@@ -241,7 +241,7 @@ def install(
     )
     made = _Installation(settings, _frameworks(framework))
     _guards(settings)  # raises for a name that is no function, before anything is changed
-    # Otherwise the new replacements would wrap the old ones, and the old deadlines would hold inside.
+    # Otherwise the new wrappers would wrap the old ones, whose deadlines would still apply.
     _undo()
     _current = made
     defaults.append(Job(report_after=job.report_after, lost_after=job.lost_after))
@@ -309,7 +309,7 @@ def _sentences() -> tuple[str, ...]:
 
 
 def _frameworks(wanted: str | Iterable[str] | None) -> list[Framework]:
-    """Return the named frameworks and those that they use; all by default."""
+    """Return the named frameworks and their dependencies among the known ones; all by default."""
     if wanted is None:
         return list(FRAMEWORKS)
     names = {wanted} if isinstance(wanted, str) else set(wanted)
@@ -318,13 +318,13 @@ def _frameworks(wanted: str | Iterable[str] | None) -> list[Framework]:
         raise BadInput(
             f"framework={', '.join(unknown)} is not known.", hint=f"Give one of {', '.join(NAMES)}."
         )
-    # A framework saves through others, and it is their save that is replaced.
+    # A framework saves through other frameworks, whose save functions are the ones to replace.
     used = {other for known in FRAMEWORKS if known.name in names for other in known.uses}
     return [known for known in FRAMEWORKS if known.name in names | used]
 
 
 def _guards(settings: Settings, reached: Callable[[str], None] = lambda place: None) -> list[Replacement]:
-    """Make guards for the functions that the caller named, which must exist."""
+    """Make the replacements for the functions in `guard=[...]`. Raises BadInput if one does not exist."""
     return [guard_of(_find(place), settings, optional=False, reached=reached) for place in settings.guarded]
 
 
@@ -352,7 +352,7 @@ def _find(place: str) -> str:
 
 @cache  # once in a process
 def _warn_of_versions() -> None:
-    """Warn of libraries that are known to hang here; on one rank, as all have the same."""
+    """Warn of installed library versions with known hangs; on rank 0 only, as all ranks have the same."""
     variables = all_variables()
     if variables.get("RANK", "0") == "0":
         for known in affects(versions_here(), platform.machine(), variables):

@@ -16,7 +16,7 @@ class Session(groups.Session):
     """See `session`."""
 
     def checkpoints(self, run: str | os.PathLike[str], **how: Any) -> Checkpoints:
-        """Return `holdfast.Checkpoints` that the session closes at its end."""
+        """Return a `holdfast.Checkpoints` that the session closes at its end."""
         made = Checkpoints(run, **{"job": self.job, **how})
         self.closed_first.append(made.close)
         return made
@@ -39,16 +39,16 @@ def session(
             checkpoints = s.checkpoints("run/", keep=3)
             train(s.groups["tp"], s.groups["edp"])
 
-    grid: the layout, whose groups are `s.groups`; default that of the job; None: no groups are made.
-    grace: seconds that processes have to end after a failure becomes known. A process that is stuck in a call
-        then exits with code 86. If anything else blocks it in the session's end, it is ended by force after
-        twice that time and five seconds.
-    after_end: seconds that a process may be there after the end of its main thread without doing anything:
-        without CPU time, input or output. Then it exits with code 87. None: never. In both cases its stacks,
-        and what keeps it alive, are written after the job's `report_after`. A program that goes on after the
-        session is not touched.
-    job: its `timeout` (600 s by default) holds for each of start, opening, warm-up and closing of groups, and
-        for collectives of the groups. `s.checkpoints()` has the same job.
+    grid: the layout, whose groups are `s.groups`; default: the grid of the job; None: no groups are made.
+    grace: seconds that processes have to end after a failure becomes known. Then a process that is stuck in a
+        call exits with code 86. If anything else blocks the end of the session, the process is ended by force
+        after 2 * grace + 5 seconds.
+    after_end: seconds that a process may stay idle (no CPU time, input or output) after the end of its main
+        thread. Then it exits with code 87. None: never. In both cases its stacks, and the threads that keep
+        it alive, are written after the job's `report_after`. A program that goes on after the session is not
+        affected.
+    job: its `timeout` (600 s by default) applies separately to start, opening, warm-up and closing of groups,
+        and to collectives of the groups. `s.checkpoints()` uses the same job.
     warm: whether to warm up all groups that torch knows.
     operations, memory_budget: see `warm_up`.
 

@@ -1,4 +1,4 @@
-"""Whether two stored tensors hold the same elements, as those of tied weights do."""
+"""Check whether two stored tensors are equal, as tied weights are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def stored_alike(columns: Columns, alike: Mapping[int, int], one: int, other: in
     if alike.get(one, one) == alike.get(other, other):
         return True
     parts = _parts(columns, one), _parts(columns, other)
-    # Cut alike, so that digests decide.
+    # Equal chunk boundaries, so digests decide.
     return parts[0] == parts[1] if len(columns.digests) and parts[0][:3] == parts[1][:3] else None
 
 

@@ -1,5 +1,4 @@
-"""Read boxes of tensors by name from any folder that can be loaded, for comparing and converting, where there
-is no state to fill."""
+"""Read boxes of tensors by name from any loadable folder, for comparing and converting without a state."""
 
 from __future__ import annotations
 

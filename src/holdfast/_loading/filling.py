@@ -1,4 +1,4 @@
-"""Put what a load has read into a state: each target gets exactly its own bytes, and autograd is told."""
+"""Put loaded values into a state: check that each target is filled exactly once, and notify autograd."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_filled(table: ShardTable, plan: ReadPlan) -> None:
 
 
 def refuse_expanded(table: ShardTable) -> None:
-    """Refuse a target of which several elements are one in memory."""
+    """Refuse targets whose elements share memory (expanded tensors)."""
     for spec, memory in zip(table.specs, table.memory, strict=True):
         if memory.address or not isinstance(memory, TensorMemory):  # mostly: its elements lie row-major
             continue
@@ -58,9 +58,10 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def announce(table: ShardTable, leaves: Iterable[Leaf]) -> None:
-    """Tell autograd which tensors are about to change, before the first byte is written.
+    """Bump the autograd version counters of tensors that are about to change, before the first byte is
+    written.
 
-    leaves: of each row of the table.
+    leaves: the leaf of each row of the table.
     """
     changed: dict[int, torch.Tensor] = {}
     for memory, leaf in zip(table.memory, leaves, strict=True):

@@ -54,7 +54,7 @@ from holdfast.errors import (
 
 
 class LoadJob:
-    """A load of this rank. It collects the state at once; `run` reads, `fill` puts the result into the state.
+    """A load of this rank. The constructor collects the state; `run` reads, `fill` updates the state.
 
     offsets: the exchanged lengths of all ranks' shards; None in the first pass, which finds out whether they
         are needed.
@@ -66,14 +66,14 @@ class LoadJob:
         self.table = ShardTable(self.rank)
         self.leaves: list[Leaf] = []
         self.owner: list[int] = []
-        """Per row of `table`, its leaf."""
+        """For each row of `table`, the index of its leaf."""
         self.after: list[tuple[list[Leaf], Callable[[], None]]] = []
         """Functions to call once all is in the state: `load_state_dict` of stateful values."""
         self.streams = CallerStreams(self.table)
         self.plan: LoadPlan | None = None
         self.merged = Merged()
         self.stored: Stored | None = None
-        """Committer: the names of the checkpoint, if what is left of them is to be told."""
+        """Committer: the names of the checkpoint, if unrequested ones are to be reported."""
         self.rest = Rest()
         self.bytes_read = 0
         self.objects: dict[int, object] = {}

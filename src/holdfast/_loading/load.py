@@ -1,4 +1,4 @@
-"""`holdfast.load`: into a state, by the job of all ranks; or without one, as values of this process alone."""
+"""`holdfast.load`: collectively into a state, or without a state, as values in this process alone."""
 
 from __future__ import annotations
 
@@ -65,27 +65,26 @@ def load(
     stateful values is called. Every byte is verified. Nothing in a checkpoint is executed. All participants
     load the same version, and if one fails, all raise its error (the state may then be partly overwritten).
 
-    `load(path)`, without a state, returns all values as nested dicts, a dict for each part of a name between
-    dots, on this process alone.
+    `load(path)`, without a state, returns all values as nested dicts (names are split at dots), on this
+    process alone.
 
-    state_dict: nested dict of what is to be filled; tensors of shape and dtype as they were saved, in any
-        layout.
-    path: the folder, or a store, of one checkpoint, of Holdfast, torch DCP or megatron-core, or of a model
-        that Hugging Face publishes.
+    state_dict: nested dict to fill; tensors have the shapes and dtypes that were saved, in any layout.
+    path: the folder, or a store, of one checkpoint of Holdfast, torch DCP or megatron-core, or of a model in
+        Hugging Face's format.
     include, exclude: shell patterns of names; `model` means everything under it.
-    strict: a name that the checkpoint lacks is an error; else it keeps its value and is reported. A load that
-        fills no tensor at all is an error in any case.
-    cast: convert tensors to the dtypes that the state has, as `Tensor.copy_` does; without a state, a
-        floating-point dtype for all tensors of such.
-    rename: what names of the checkpoint are called in the state: a dict of names or subtrees, as
-        `{"module": "model"}` or `{"module": ""}`, or a function of one name.
+    strict: a name that is missing in the checkpoint is an error; if False, it keeps its value and is
+        reported. A load that fills no tensor at all is always an error.
+    cast: convert tensors to the dtypes of the state, as `Tensor.copy_` does; without a state, a dtype for all
+        floating-point tensors.
+    rename: maps names in the checkpoint to names in the state: a dict of names or subtrees, such as
+        `{"module": "model"}` or `{"module": ""}`, or a function from name to name.
     on_shape: "raise", or "skip": a tensor of another shape keeps its value, and the report lists it.
-    lazy: without a state: tensors as `holdfast.open` gives them, which are read when they are indexed.
+    lazy: without a state: return tensors as `holdfast.open` does, which are read when they are indexed.
     job: who takes part, deadlines, options (`holdfast.Job`).
 
-    Raises BadInput for arguments, NotCommitted if there is no checkpoint, MissingTensors, ShapeMismatch and
-    CorruptCheckpoint for what is in it, LoadFailed for values of ranks that are gone (`PerRank`), RankFailed
-    and DeadlineExceeded for other ranks.
+    Raises BadInput for invalid arguments; NotCommitted if there is no checkpoint; MissingTensors,
+    ShapeMismatch and CorruptCheckpoint for its content; LoadFailed if `PerRank` values of removed ranks would
+    be lost; RankFailed and DeadlineExceeded for failures of other ranks.
     """
     if path is None:
         if isinstance(state_dict, Mapping):
@@ -103,7 +102,7 @@ def load(
     if lazy:
         raise BadInput("With a state, lazy must be False: it is filled at once.")
     store, job = open_store(path), job_of(job)
-    state: Any = state_dict  # what is no dict of values is refused by `flatten`
+    state: Any = state_dict  # `flatten` refuses anything but a dict
     request = LoadRequest(
         store=store,
         collect=lambda rank: flatten(state, rank),

@@ -19,39 +19,39 @@ RAISE, SKIP = "raise", "skip"
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What a load did on this rank."""
+    """The result of a load on this rank."""
 
     path: str
     step: int | None
     tensors: int
-    """Names that were filled, objects included."""
+    """Number of names that were filled, objects included."""
     bytes_needed: int
     """Bytes of the checkpoint's tensors that this rank needs."""
     bytes_read: int
     """Bytes that this rank read, the index included."""
     seconds: float
     missing: tuple[str, ...] = ()
-    """Names that the state has and the checkpoint does not: they kept their values (strict=False), or an
-    optimizer still has no state under them."""
+    """Names in the state that the checkpoint lacks: they kept their values (strict=False), or are optimizer
+    states that still do not exist."""
     unasked: tuple[str, ...] = ()
-    """Names of the checkpoint that no rank has asked for, at most 10,000 of those that `include` and
-    `exclude` select; they are also logged. Of a published model, weights. Loads by the functions of torch
-    DCP, and Megatron's of its own checkpoints, list none: a part is mostly what is wanted there."""
+    """Names in the checkpoint that no rank requested, at most 10,000 of those that `include` and `exclude`
+    select; they are also logged. For a published model: its weights. Always empty for loads through torch
+    DCP's functions, and through Megatron's from its own checkpoints: partial loads are usual there."""
     skipped: tuple[str, ...] = ()
-    """Tensors that have another shape in the checkpoint, and kept their values (on_shape="skip")."""
+    """Tensors whose shape differs in the checkpoint; they kept their values (on_shape="skip")."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """What a load of this rank was asked for.
+    """The arguments of a load on this rank.
 
-    collect: returns the leaves of the state for a rank. What it raises is reported to the other ranks.
-    signature: what else distinguishes this call from others on the same folder; the same on all ranks.
-    left_out: names of a published model's weights that this rank does not ask for on purpose.
-    may_be_left: whether another weight may be asked for by no rank, the same on all; others fail the load.
-    tells_rest: whether names that no rank asks for are told of; those of a published model always are.
-    may_be_empty: whether all ranks may ask for nothing (torch DCP accepts that).
-    lenient: how the caller's function is told to load what is there, for an error about names that are not.
+    collect: returns the leaves of the state for a rank. Exceptions from it are reported to the other ranks.
+    signature: further values that distinguish this call from others on the same folder; equal on all ranks.
+    left_out: weights of a published model that this rank does not request on purpose.
+    may_be_left: a predicate: may no rank request this weight? The same on all ranks; others fail the load.
+    tells_rest: report names that no rank requests; for a published model they are always reported.
+    may_be_empty: all ranks may request nothing (torch DCP accepts that).
+    lenient: the argument of the caller's function that permits missing names, for the hint of an error.
     The other fields are the arguments of `holdfast.load`.
     """
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a value: its names, shapes and dtypes, and any part of any tensor, without a state."""
+"""Random access to a checkpoint without a state: names, shapes, dtypes, and any part of any tensor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 
 class StoredTensor:
-    """A tensor of a checkpoint. Its elements are read, and verified, when it is indexed.
+    """A tensor in a checkpoint. Indexing reads and verifies its elements.
 
     w = ckpt["model.weight"]
     w.shape, w.dtype       # nothing is read
@@ -76,7 +76,7 @@ class StoredTensor:
         return self.spec.shape[0]
 
     def __getitem__(self, index: Index) -> torch.Tensor:
-        """Read whole numbers and slices with steps from 1 on, and `...`, along the axes."""
+        """Read a part. Takes integers, slices with positive steps, and `...`; returns a torch tensor."""
         box, steps = _box(index, self.spec)
         return self._checkpoint.read_boxes([Wanted(self.spec, box, self.spec.dtype)])[0][steps]
 
@@ -90,11 +90,11 @@ class StoredTensor:
 
 
 class StoredCheckpoint(Mapping[str, Any]):
-    """A checkpoint of Holdfast, torch DCP or megatron-core, or a model as Hugging Face's libraries write it.
+    """A checkpoint of Holdfast, torch DCP or megatron-core, or a model in Hugging Face's format.
 
-    A mapping of names, in their order, to a `StoredTensor` or the value of an object. It reads on this
-    process alone, and holds the folder's index open until `close`, or until it is no longer used. Until then
-    no `keep=` and no `prune` removes the step, where the storage has locks.
+    A mapping from names, in checkpoint order, to a `StoredTensor` or the value of an object. It reads on this
+    process alone and keeps the index open until `close` or garbage collection. Until then, on storage with
+    file locks, neither `keep=` nor `prune` removes the step.
     """
 
     def __init__(self, path: Folder, rename: Rename | None = None) -> None:
@@ -114,18 +114,18 @@ class StoredCheckpoint(Mapping[str, Any]):
 
     @property
     def step(self) -> int | None:
-        """The step that was given to the save."""
+        """The `step` argument of the save."""
         step = self._source.about.get("step")
         return step if isinstance(step, int) else None
 
     @property
     def notes(self) -> Any:
-        """The JSON value that was given to the save."""
+        """The `notes` argument of the save."""
         return self._source.about.get("notes")
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """The numbers that were given to `Checkpoints.save(metrics=)`; None for one that was not finite."""
+        """The `metrics` of `Checkpoints.save`; None in place of non-finite numbers."""
         metrics = self._source.about.get("metrics")
         return metrics if isinstance(metrics, dict) else {}
 
@@ -167,13 +167,15 @@ class StoredCheckpoint(Mapping[str, Any]):
             return objects.decode(data, name)
 
     def read(self, prefix: str = "", dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Read all values below a prefix, by their names without it, as `load_state_dict` of a module wants.
+        """Read all values below a prefix, with the prefix removed from their names, as for
+        `Module.load_state_dict`.
 
             model.load_state_dict(holdfast.open("run/step-100").read("model"))
 
-        prefix: for `model`, the names that begin with `model.`. dtype: of floating-point tensors, but for
-            those without dimensions, which are counters; None: as they are stored. Raises MissingTensors if
-            nothing lies below the prefix.
+        prefix: `model` selects the names that begin with `model.`.
+        dtype: convert floating-point tensors to this dtype, except those without dimensions, which are
+            counters. None: as stored.
+        Raises MissingTensors if there is no name below the prefix.
         """
         start = f"{prefix}." if prefix else ""
         names = [name for name in self._names if name.startswith(start)]
@@ -238,7 +240,7 @@ class StoredCheckpoint(Mapping[str, Any]):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Say whether a file that is missing is damage, or the checkpoint has gone."""
+        """Tell a missing file (damage) from a removed checkpoint, and raise the matching error."""
         try:
             yield
         except NotFound as error:
@@ -261,7 +263,7 @@ class StoredCheckpoint(Mapping[str, Any]):
             return False
 
     def close(self) -> None:
-        """Close the index. Nothing can be read after that."""
+        """Close the index. Later reads fail."""
         self._close()
 
     def __enter__(self) -> StoredCheckpoint:
@@ -275,10 +277,10 @@ class StoredCheckpoint(Mapping[str, Any]):
 
 
 def open(path: Folder) -> StoredCheckpoint:  # noqa: A001
-    """Open a checkpoint to look at it and to read parts of it, without a state, ranks or a process group.
+    """Open a checkpoint to inspect it and read parts of it, without a state, ranks or a process group.
 
-    path: the folder, or a store, of one checkpoint: of Holdfast, torch DCP or megatron-core, or a model that
-        Hugging Face's libraries wrote.
+    path: the folder, or a store, of one checkpoint of Holdfast, torch DCP or megatron-core, or of a model in
+        Hugging Face's format.
 
     Every byte is verified. Nothing in a checkpoint is executed. Raises NotCommitted if there is no
     checkpoint.

@@ -29,7 +29,7 @@ from holdfast._store.pins import Pin
 from holdfast._store.run_folder import step_of
 
 _Chunks = dict[Box, tuple[int, bytes]]
-"""Of each chunk: the bytes of a block, and the digests of all blocks."""
+"""For each chunk: the block size in bytes, and the digests of all blocks."""
 
 
 class Changed(msgspec.Struct, frozen=True):
@@ -48,15 +48,15 @@ class Content(msgspec.Struct, frozen=True):
     a: str | None = None
     b: str | None = None
     parts: int = 0
-    """Chunks of A that differ."""
+    """Number of chunks of A that differ."""
     of: int = 0
-    """Chunks of A."""
+    """Number of chunks of A."""
     first: tuple[int, ...] | None = None
-    """Offset of the first part that differs."""
+    """Offset of the first differing part in the tensor."""
     elements: int | None = None
-    """How many elements differ (only if values were asked for)."""
+    """Number of differing elements (only if values were requested)."""
     largest: float | None = None
-    """The largest absolute difference; None where it is no number."""
+    """The largest absolute difference; None if it is not a number."""
 
 
 class Misplaced(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ class Compared(msgspec.Struct, frozen=True):
     changed: tuple[Changed, ...]
     content: tuple[Content, ...]
     equal: int
-    """Names that are in both and equal."""
+    """Number of names that both have and that are equal."""
     bytes_read: int
     """Bytes of data that were read; 0 if digests were enough."""
     misplaced: tuple[Misplaced, ...]
@@ -90,7 +90,7 @@ class _Side:
     store: Store
     index: Index
     columns: Columns
-    """Rows of the names that both have, in the same order."""
+    """The rows of common names in both indexes, in the same order."""
     bytes_read: int = 0
 
     def chunks(self, row: int) -> _Chunks:
@@ -185,7 +185,7 @@ class _Total:
 
 
 def _numbers(data: Array, dtype: str) -> Array | None:
-    """View bytes as numbers of NumPy, or return None if it has no such dtype.
+    """View bytes as a NumPy array, or return None if NumPy lacks the dtype.
 
     bfloat16 becomes float32, of which it is the upper half.
     """

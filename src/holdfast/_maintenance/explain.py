@@ -24,11 +24,11 @@ class Explained(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     parts: tuple[ChunkPart, ...]
     offset: tuple[int, ...]
-    """Of the box."""
+    """Bytes of the box."""
     size: tuple[int, ...]
     bytes_wanted: int
     bytes_read: int
-    """More than `bytes_wanted` where digest blocks also hold other bytes."""
+    """Bytes to read: more than `bytes_wanted` if digest blocks also contain other bytes."""
 
 
 def explain(path: Folder, name: str, box: str | None = None) -> Explained:

@@ -24,13 +24,13 @@ from holdfast._values import ReportProgress
 from holdfast.errors import CorruptCheckpoint, HoldfastError
 
 BATCH = 4 << 20
-"""Bytes of neighbouring blocks that are read at once."""
+"""Maximum bytes of neighbouring blocks in one read."""
 SPAN = 256 << 20
-"""Bytes of one task of a thread."""
+"""Approximate bytes per task of a thread."""
 
 
 class Damage(msgspec.Struct, frozen=True):
-    """One finding. `start` and `stop` are bytes of the file, None where no range can be given."""
+    """A finding. `start` and `stop`: byte range in the file, or None."""
 
     file: str
     problem: str
@@ -50,31 +50,32 @@ class FilesCheck:
     def __init__(
         self, store: Store, columns: Columns, about: Mapping[str, object], damage: list[Damage]
     ) -> None:
-        """about: that of the index."""
+        """about: the metadata of the index."""
         self.store, self.columns, self.damage = store, columns, damage
         self.step, self.attempt = number(about.get("step")), about.get("attempt")
         self.moved: set[int] = set()
-        """Chunks whose offset the commit has computed; their file's header has an older one."""
+        """Chunks whose offset was computed at the commit, so that their file's header has an outdated one."""
         self.linked: set[int] = set()
-        """Files that are links to those of earlier steps; the index names only what has not changed since."""
+        """Hard links to files of earlier steps; the index lists only their unchanged chunks."""
         self.tensor = columns.tensor_of_chunk()
         self.nbytes = columns.chunk_bytes()
         order = np.lexsort((columns.position, columns.file))
         bounds = np.searchsorted(columns.file[order], np.arange(len(columns.file_names) + 1))
         self.chunks_of = [order[low:high] for low, high in pairwise(bounds.tolist())]
         self.read_of = [chunks[self._is_first(chunks)] for chunks in self.chunks_of]
-        """Chunks of each file whose bytes are compared: of chunks on the same bytes, the first."""
+        """Chunks to verify per file: only the first of several chunks that share the same bytes."""
         self.readable: list[int] = []
         self.lock = threading.Lock()
         self.done = 0
 
     def _is_first(self, chunks: Array) -> Array:
-        """Return which chunks, ascending by position, do not begin where the one before does."""
+        """Return a mask over chunks sorted by position: False where a chunk begins at its predecessor's
+        position."""
         first: Array = np.diff(self.columns.position[chunks], prepend=-1) > 0
         return first
 
     def file(self, file: int) -> None:
-        """Check everything of a file but its data."""
+        """Check everything in a file except the data."""
         name, size = self.columns.file_names[file], int(self.columns.file_size[file])
         try:
             reader = self.store.open(name)
@@ -111,7 +112,7 @@ class FilesCheck:
                 self._report(chunk, "these bytes are not there", max(start, size), stop)
 
     def _report(self, chunk: int, problem: str, start: int | None = None, stop: int | None = None) -> None:
-        """Report damage of a chunk; by default of all its bytes."""
+        """Report damage of a chunk; default: its whole byte range."""
         position = int(self.columns.position[chunk])
         self.damage.append(
             Damage(
@@ -228,8 +229,8 @@ class FilesCheck:
                 self._report(chunk, "the embedded index and the main index describe this part differently")
 
     def _in_both(self, ours: Array, embedded: Columns, theirs: Array) -> tuple[Array, Array]:
-        """Return the chunks of a linked file that both indexes list. One may know more: what has changed
-        since, and weights that were tied in one of the two steps only."""
+        """Return the chunks of a linked file that both indexes list. Either may list more: chunks that have
+        changed since, and weights that were tied in only one of the two steps."""
         columns, tensor = self.columns, embedded.tensor_of_chunk()
         mine = [(columns.position[at], columns.names[self.tensor[at]]) for at in ours]
         others = [(embedded.position[at], embedded.names[tensor[at]]) for at in theirs]
@@ -336,7 +337,7 @@ def _check_batch(reader: Reader, batch: list[_Block]) -> Iterator[tuple[_Block, 
 
 
 def _rows(columns: Columns, tensor: Array, chunks: Array) -> Iterator[tuple[object, ...]]:
-    """Yield what an index says of each of these chunks. tensor: the row of each chunk's tensor."""
+    """Yield the index entries of these chunks. tensor: the row of each chunk's tensor."""
     for chunk in chunks.tolist():
         row = int(tensor[chunk])
         # Unpadded, because an index pads to its widest tensor, which a file may not have.

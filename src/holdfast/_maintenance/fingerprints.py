@@ -1,7 +1,7 @@
-"""Take fingerprints of a live state from sums that each rank makes of its shards, without a gather.
+"""Fingerprints of a live state, from sums that each rank computes over its own shards, without a gather.
 
-Every holder of a shard sums it, be it a declared copy or an undeclared one, such as a plain tensor of
-data-parallel ranks: copies must be the same on all.
+Every holder of a shard sums it, also a declared replica or an undeclared one (plain tensors on data-parallel
+ranks), so that differing replicas are found.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _SLAB = 16 << 20
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """128 bits of a tensor that do not depend on its layout over ranks."""
+    """A 128-bit hash of a tensor's elements, independent of its layout over ranks."""
 
     dtype: str
     shape: Dims
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     value: str
     """32 hex digits."""
     rounded: dict[str, Rounded] = {}
-    """The same of its elements in each floating-point dtype of fewer bits, by the name of the dtype. A place
-    that holds that dtype is compared by these."""
+    """dtype name -> the fingerprint of the elements rounded to this dtype, for each floating-point dtype with
+    fewer bits. For comparison with a checkpoint in that dtype."""
 
 
 def fingerprint(
@@ -58,9 +58,10 @@ def fingerprint(
     exclude: Sequence[str] | None = None,
     job: Job | None = None,
 ) -> dict[str, Fingerprint]:
-    """Take the fingerprints of all weights of a state, in any layout over ranks.
+    """Compute the fingerprints of all weights of a state, in any layout over ranks.
 
-    All participants call it, and all get the same result. It issues no collective, and gathers no weights.
+    All participants call it and get the same result: a dict from names to fingerprints. It issues no
+    collective and gathers no weights.
     Equal weights have equal fingerprints on any number of ranks. A save with `Options(fingerprint=True)`
     stores the same fingerprints in the index.
 
@@ -68,8 +69,9 @@ def fingerprint(
     include, exclude: shell patterns of names; `model` means everything under it.
     job: who takes part, and deadlines (`holdfast.Job`).
 
-    Raises BadInput for arguments and state, ReplicaMismatch where ranks hold different things under one name,
-    CoverageError for a tensor of which a part is on no rank, RankFailed and DeadlineExceeded for other ranks.
+    Raises BadInput for invalid arguments or states; ReplicaMismatch if ranks hold different data under one
+    name; CoverageError if no rank holds some part of a tensor; RankFailed and DeadlineExceeded for failures
+    of other ranks.
     """
     return fingerprint_leaves(lambda rank: flatten(state_dict, rank), begin_call(job), include, exclude)
 

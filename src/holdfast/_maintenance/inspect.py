@@ -30,7 +30,7 @@ from holdfast.errors import HoldfastError, NotCommitted
 OURS = "Holdfast"
 """The format of a checkpoint that has our index."""
 SHOWN_OBJECT = 1 << 20
-"""Bytes. Larger objects are not read for their line of output."""
+"""Maximum bytes of an object that is read for display."""
 
 
 class File(msgspec.Struct, frozen=True):
@@ -80,12 +80,12 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int | None
     files: tuple[File, ...]
     bytes: int
-    """Bytes of all files, our index included."""
+    """Bytes of all files, Holdfast's index included."""
     tensors: int
     objects: int
     chunks: int
     matched: int
-    """Number of names that the pattern matches; `shown` may have fewer."""
+    """Number of names that match the pattern; `shown` may have fewer."""
     totals: tuple[Total, ...]
     """Of the names that the pattern matches."""
     shown: tuple[Tensor, ...]
@@ -103,17 +103,18 @@ class RunStep(msgspec.Struct, frozen=True):
     """Why the index can't be read; None if it can."""
     metrics: Json = None
     kept: str | None = None
-    """Why `keep=` does not remove it, by the rules of the newest step; None if it does, or there are none."""
+    """The reason why `keep=` retains it, by the rules of the newest step; None if it is not retained, or
+    without rules."""
     is_read: bool = False
-    """Whether somebody reads it at this moment, so that it stays."""
+    """Whether a process is reading it, so that it can't be removed."""
     is_left: bool = False
-    """Whether the run has left it behind by going back to an older step."""
+    """Whether the run abandoned it by resuming from an older step."""
 
 
 class Run(msgspec.Struct, frozen=True):
     path: str
     rules: str | None
-    """Which steps stay, by the rules of the newest one, because a job may begin again with others."""
+    """The retention rules of the newest step, because a restarted job may have other rules."""
     steps: tuple[RunStep, ...]
 
 
@@ -133,7 +134,7 @@ def describe(path: Folder, name: str | None = None, limit: int | None = None) ->
 
 
 def describe_run(store: Store) -> Run:
-    """Describe the steps of a run folder, and why each of them stays."""
+    """Describe the steps of a run folder, and why each is retained."""
     abouts: dict[int, Json] = {}
     folders = step_folders(store)
     steps = [_step(step, store.child(folder), abouts) for step, folder in folders.items()]
@@ -158,7 +159,7 @@ def describe_run(store: Store) -> Run:
 
 
 def fate(run: Run, step: RunStep) -> str:
-    """Say why a step stays, as far as that is known, or that it does not."""
+    """Return why a step is retained, as far as known, or that it is not."""
     goes = run.rules is not None and step.committed and not (step.problem or step.kept)
     reasons = [
         "left behind" if step.is_left else "",
@@ -262,7 +263,7 @@ def _tensor(
 
 
 def _value(store: Store, index: Index, row: int, nbytes: int) -> str:
-    """Return an object as one line of text. Damage is a text too, so that the rest can still be shown."""
+    """Return an object as one line of text. Damage is also described as text, so that the rest is shown."""
     if nbytes > SHOWN_OBJECT:
         return f"<{nbytes} bytes>"
     # Imported here, because what reads data takes a while to import, and many checkpoints show no object.
@@ -276,7 +277,7 @@ def _value(store: Store, index: Index, row: int, nbytes: int) -> str:
 
 
 def _step(step: int, store: Store, abouts: dict[int, Json]) -> RunStep:
-    """Describe a step's folder; note what its index says of itself in `abouts`."""
+    """Describe a step's folder, and store its index metadata in `abouts`."""
     names = store.list()
     if INDEX in names:
         try:

@@ -269,8 +269,8 @@ def _percent(share: float) -> str:
 
 
 def _strips(matrix: Array) -> tuple[Array, Array]:
-    """Return the different rows of a matrix, as shares of their largest number from 0 to 255, and which of
-    them each row has. What is not 0 is 1 at least."""
+    """Return the distinct rows of a matrix, scaled so that each row's maximum is 255, and for each row the
+    index of its distinct row. Non-zero shares are rounded up to at least 1, so that they stay visible."""
     top = np.maximum(matrix.max(axis=1, keepdims=True), 1)
     shares = np.minimum(np.ceil(matrix * (255 / top)), 255).astype(np.uint8)  # ceil of what rounding left
     strips, strip_of = np.unique(shares, axis=0, return_inverse=True)

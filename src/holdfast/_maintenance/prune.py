@@ -1,4 +1,4 @@
-"""Remove files that no index names, and old steps if asked; never what may still be needed.
+"""Remove files that no index refers to, and old steps on request; never files that may still be needed.
 
 These rules keep it safe:
 - A folder is listed before its index is read, so the index names a file that is committed in between.
@@ -36,21 +36,21 @@ class Removed(msgspec.Struct, frozen=True):
     """A file or step that was removed, or would be in a dry run."""
 
     path: str
-    """Relative to the run folder."""
+    """Path relative to the run folder."""
     why: str
     bytes: int
-    """That are freed: those of a file that another step links (`Options.link_unchanged`) stay."""
+    """Freed bytes, without files to which another step has hard links (`Options.link_unchanged`)."""
 
 
 class Skipped(msgspec.Struct, frozen=True):
-    """What was not removed although no index names it, or although it is old."""
+    """A file or step that was not removed although it is unreferenced or old."""
 
     path: str
     why: str
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """What `prune` did, or would do in a dry run."""
+    """The result of `prune`, or of a dry run."""
 
     path: str
     dry_run: bool
@@ -58,9 +58,9 @@ class Pruned(msgspec.Struct, frozen=True):
     skipped: tuple[Skipped, ...]
     bytes_freed: int
     kept: tuple[int, ...]
-    """Committed steps that stay."""
+    """Committed steps that remain."""
     note: str = ""
-    """What the folder is instead, if it has no step at all."""
+    """A description of a folder without any steps."""
 
 
 class _Sweep:
@@ -73,7 +73,7 @@ class _Sweep:
         self.good: dict[str, int] = {}
         """Folders of the committed steps whose index can be read, with their step."""
         self.busy: set[str] = set()
-        """Folders into which a save may be writing."""
+        """Folders that a running save may be writing to."""
 
     def top(self) -> None:
         """Remove files of the run folder itself that were never renamed into place."""

@@ -34,7 +34,7 @@ NAME_THEM = (
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """A data file that the new index does not name, or that can't be used, and why."""
+    """A data file that the new index does not include, and why."""
 
     name: str
     why: str
@@ -49,11 +49,11 @@ class Reindexed(msgspec.Struct, frozen=True):
     files: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     bytes: int
-    """Bytes of the files that the index names."""
+    """Bytes of the files in the index."""
 
 
 class WholeFile(NamedTuple):
-    """A data file whose embedded index is good."""
+    """A data file with a valid embedded index."""
 
     name: str
     rank: int
@@ -107,7 +107,7 @@ def reindex(path: Folder, dry_run: bool = False, force: bool = False, only: Sequ
 
 
 def _good_index(store: Store) -> Reindexed | None:
-    """Return the present index, if every row of it can be read and verified."""
+    """Return the current index if all of its rows can be read and verified."""
     try:
         with open_index(store) as index:
             columns = index.select()
@@ -195,7 +195,7 @@ def _choose(store: Store, whole: list[WholeFile], broken: list[LeftOut], named: 
 
 
 def _lacks(files: list[WholeFile]) -> int:
-    """Return how many data files of an attempt are not among these."""
+    """Return the number of missing data files of an attempt."""
     # A rank without any file lacks at least one. The files of the other ranks say how many there were.
     ranks = {file.rank for file in files}
     parts = {file.rank: number(file.about.get("parts")) or 1 for file in files}

@@ -20,7 +20,7 @@ from holdfast._values import Buffer
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 16
-"""Elements that are rounded at a time, so few that they are in cache."""
+"""Number of elements rounded at a time; small enough for the cache."""
 LOST = "become infinite", "become zero"
 
 
@@ -29,14 +29,14 @@ class Cast(NamedTuple):
 
     tensor: torch.Tensor
     lost: tuple[torch.Tensor, torch.Tensor] | None = None
-    """By element, whether it has become infinite, and whether it has become zero; None: no bit was lost."""
+    """Masks of elements that became infinite, and that became zero; None if the cast lost no bits."""
     inexact: bool = False
-    """Whether an element was rounded, lost ones included."""
+    """Whether any element changed, lost ones included."""
     has_nan: bool = False
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> Cast:
-    """Cast elements to a less exact dtype, and say what it has done to them."""
+    """Cast elements to a less exact dtype, and report which values the cast lost."""
     made, nan = tensor.to(dtype), tensor.isnan()
     bits, has_nan = _BITS[tensor.itemsize], bool(nan.any())
     # By their bits, because a process may have told its processor to take subnormal numbers for zero.
@@ -61,9 +61,9 @@ class Rounded(msgspec.Struct, frozen=True):
     inexact: bool
     """Whether rounding has changed an element."""
     lost: tuple[str, ...]
-    """What it has made of elements: "become infinite", "become zero"."""
+    """How values were lost: "become infinite", "become zero"."""
     has_nan: bool
-    """Whether an element is NaN. All of these have the same bits in `value`."""
+    """Whether any element is NaN. `value` is computed with the same bits for every NaN."""
 
 
 def less_exact_than(code: int) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ class RoundedSums:
             self._found[code] = sums, flags
 
     def numbers(self) -> list[Numbers]:
-        """Return them by dtype, for `rounded_of`."""
+        """Return the sums by dtype, for `rounded_of`."""
         return [(int(sums[0]), int(sums[1]), flags) for sums, flags in self._found.values()]
 
 

@@ -56,20 +56,20 @@ def same(
 ) -> Same:
     """Compare the weights in two places bit by bit. This process alone reads them.
 
-    Weights of two floating-point dtypes are compared in the less exact one, which `converted` tells, and
-    `print` of the result. They are the same if only rounding differs, which `rounded` tells; a value that
-    became infinite, or zero, is a difference. Other weights of two dtypes can't be compared.
+    Weights with different floating-point dtypes are compared in the less exact dtype; the result lists them
+    in `converted`. They count as the same if only rounding differs (listed in `rounded`); a value that became
+    infinite or zero is a difference. Other pairs of dtypes can't be compared.
 
     a, b: a checkpoint of Holdfast, torch DCP or megatron-core in any layout, a run folder (its newest step),
-        the folder of a model that Hugging Face publishes, or the result of `fingerprint` on a live state.
+        the folder of a model in Hugging Face's format, or the result of `fingerprint` on a live state.
         If one is a published model, the other must have its names, megatron-core's or transformers'.
-    where: also count the elements that differ, and find the first of each tensor.
+    where: also count the differing elements of each tensor, and find the first.
     include, exclude: shell patterns of names; `decoder.layers` means everything under it.
-    progress: called with the bytes that were read so far.
+    progress: called with the number of bytes read so far.
 
     Optimizer state and objects are not compared, nor, beside a published model, the padding of a vocabulary.
-    Fingerprints stand for data files that are there, whole, and of the same save as the index; their data is
-    not read (`holdfast verify` does).
+    Where fingerprints are used, data files are only checked to be present, complete and of the same
+    save as the index; their data is not read (`holdfast verify` does that).
 
     Raises BadInput if a place has no weights, no table knows the model, or dtypes can't be
     compared; NotCommitted, CorruptCheckpoint and StorageError if a place can't be read.
@@ -107,25 +107,25 @@ def same(
 class _Region(NamedTuple):
     box: Box
     stored: tuple[int, int]
-    """Its dtype in each place."""
+    """The stored dtype on each side."""
     dtype: int
-    """Of the comparison."""
+    """The dtype in which the sides are compared."""
 
     @property
     def is_cast(self) -> bool:
-        """Whether elements of a place are cast for the comparison."""
+        """Whether the elements of a side are cast for the comparison."""
         return set(self.stored) != {self.dtype}
 
 
 class _Pair(NamedTuple):
-    """A tensor that is compared."""
+    """A tensor to compare, on both sides."""
 
     specs: tuple[TensorSpec, TensorSpec]
-    """How it is read from each place."""
+    """Name, shape and dtype under which it is read from each side."""
     regions: tuple[_Region, ...]
-    """The boxes that are compared, all but padding."""
+    """The boxes to compare: everything except padding."""
     prints: tuple[str | None, str | None]
-    """Fingerprints of exactly these regions, where they are known."""
+    """Stored fingerprints of exactly these regions; None where unknown."""
 
 
 class _Comparison:
@@ -140,9 +140,9 @@ class _Comparison:
         self.converted: dict[str, str] = {}
         self.rounded: dict[str, str] = {}
         self._lost: dict[str, None] = {}
-        """What the casts of the present tensor have made of values, in words."""
+        """Descriptions of values of the current tensor that a cast lost. A dict used as an ordered set."""
         self._has_nan = False
-        """Whether a value that was cast for the present tensor is NaN, whose bits no cast keeps."""
+        """Whether a cast value of the current tensor is NaN: casts do not preserve the bits of a NaN."""
         self.unlike: list[Unlike] = []
         self.only: tuple[list[str], list[str]] = ([], [])
 

@@ -1,4 +1,4 @@
-"""What `same` compares: a checkpoint, a published model, or the fingerprints of a live state."""
+"""The two sides of `same`: a checkpoint, a published model, or the fingerprints of a live state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FolderOrFingerprints = Folder | Mapping[str, Fingerprint]
 
 
 class LiveSide:
-    """A state of which only fingerprints are known."""
+    """A live state, known only by its fingerprints."""
 
     where, published = "the live state", None
 
@@ -62,7 +62,7 @@ class FolderSide:
     store: Store
     source: Source
     used: set[str] = field(default_factory=set)
-    """Names of stored tensors of which something was read."""
+    """Names of stored tensors that were read at least partly."""
 
     @property
     def where(self) -> str:
@@ -86,7 +86,7 @@ class FolderSide:
         return specs
 
     def fingerprints(self) -> dict[str, str]:
-        """Return the fingerprints that are known without reading, by name."""
+        """Return the stored fingerprints by name."""
         index = self.source.index if isinstance(self.source, IndexedModel) else self.source
         known = index.fingerprints() if isinstance(index, Index) else {}
         if known:

@@ -37,7 +37,7 @@ from holdfast.errors import HoldfastError, NotCommitted
 
 
 class Verified(msgspec.Struct, frozen=True):
-    """The findings of one checkpoint; it is whole if there are none."""
+    """The findings in one checkpoint; without any, it is intact."""
 
     path: str
     step: int | None

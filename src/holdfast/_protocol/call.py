@@ -1,7 +1,7 @@
 """One call on this rank: the participants, the roster, the deadline, and the stall timeout.
 
-A public function makes it once and hands it on whole, so nothing in between can renew the deadline. The
-checks of arguments that public functions share are here, too.
+A public function creates it once and passes it on unchanged, so no inner code can restart the deadline.
+Argument checks that public functions share are here, too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _default: list[tuple[ref[object], Roster]] = []
 
 
 class Line(NamedTuple):
-    """Saves that each rank begins one after the other: one that is left out never comes."""
+    """A line of saves: each rank starts them in order, so a skipped one is never started later."""
 
     name: str
     pending: tuple[int | None, ...]
-    """The steps that this rank still saves, when this save of the line begins."""
+    """The steps whose saves are still pending on this rank when this save begins."""
 
 
 @dataclass(frozen=True)
@@ -68,27 +68,25 @@ def begin_call(
 ) -> Call:
     """Determine the participants and start the deadline.
 
-    at_least: seconds before which no deadline passes, whatever the job's `timeout` is. while_alive: whether
-        ranks wait for as long as the others live. past_end: whether a rank may come whose program has ended.
+    at_least: minimum timeout in seconds, whatever the job's `timeout` is. while_alive: other ranks being
+        alive extends the deadline. past_end: ranks whose program has ended may still enter the call.
 
     Raises BadInput if the participants are not valid ranks, or if this rank is not one of them.
     """
     job = job_of(job)
     roster = find_roster(job)
     ranks = find_participants(roster, job.ranks())
-    # Without a timeout of the caller's, a call waits as long as a collective of that group would.
+    # By default, a call waits as long as a collective of that group would.
     if job.timeout is None and job.roster is None and not isinstance(roster, MemoryRoster):
         at_least = max(at_least, own_timeout(job.participants))
-    # A call in an `atexit` handler meets such calls of the others, which come after they have said that
-    # their programs have ended.
+    # In an `atexit` handler, the other ranks make this call after announcing that their programs have ended.
     past_end = past_end or is_over()
     limits = replace(limits_of(job), at_least=at_least, while_alive=while_alive, past_end=past_end)
     return Call(roster, ranks, limits.deadline(clock), limits)
 
 
 def own_timeout(group: object) -> float:
-    """Return the seconds after which collectives of a group (else of the world) fail; 0 where that can't be
-    known."""
+    """Return the timeout in seconds of the collectives of a group (default: of the world); 0 if unknown."""
     import torch.distributed as dist
 
     from holdfast._torch_private import timeout_of
@@ -149,7 +147,7 @@ def find_participants(roster: Roster, given: tuple[int, ...] | None) -> tuple[in
 
 
 def check_names(**names: object) -> None:
-    """Raise BadInput if an argument is none of these: a str, a collection of str, or None."""
+    """Raise BadInput unless each argument is a str, a collection of str, or None."""
     for argument, value in names.items():
         # A str is checked where it is used: `expected` accepts "previous", `include` accepts none.
         if value is None or isinstance(value, str):

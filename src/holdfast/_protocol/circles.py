@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in a circle, by their own presence messages. Only an error ends it."""
+"""Deadlock detection: cycles of ranks that wait for each other, found from their presence messages."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from holdfast._roster.presence import Seen, describe
 from holdfast._values import Message
 
 LONGEST = 8
-"""Ranks of the longest circle that is looked for."""
+"""Maximum number of ranks in a cycle."""
 
 
 class Circles:
-    """Looks for a circle that this rank's wait is a part of."""
+    """Searches for a wait cycle that includes this rank's current wait."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self._seen: dict[tuple[int, str], int] = {}
-        """The ranks of a circle that was seen, the operations in which they wait, and how often each had
-        looked by then whether that is decided."""
+        """The cycle found last: (rank, key of the operation in which it waits) -> how many times the rank had
+        polled for its outcome by then."""
         self.broken: set[str] = set()
-        """The operations of others in the circle that ends this one."""
+        """Keys of the other operations in a confirmed cycle, to be abandoned with this one."""
 
     def find(self, seen: dict[int, Seen]) -> Steps:
-        """Return a rank that waits, in a wait that it has declared, for one who waits for it.
+        """Return a description of the first rank of a confirmed cycle, as a list of one; else an empty list.
 
-        An operation is declared by the only thread of its rank that makes any: that thread comes to no other
-        operation before this one is over.
+        Only operations of ranks that make all calls from one thread count (`blocks`), and saves in a line:
+        such a thread starts no other operation before its current one is over.
         """
         context = self.context
         if not context.blocks and "line" not in context.about:
             return []
         known, me = dict(seen), context.rank
-        # A rank, the operations on the way to it (it is waited for in the last one), and the ranks.
+        # Breadth-first search: a rank; the operations on the path to it (the last one waits for it); the
+        # path.
         open_: list[tuple[int, tuple[str, ...], tuple[int, ...]]] = [
             (rank, (context.key,), (rank,)) for rank, one in seen.items() if not one.is_in(context.key)
         ]
@@ -43,9 +44,10 @@ class Circles:
                 known |= yield Look([rank])
             wait, waited_for = self._declared_wait(known[rank], keys[-1])
             for other in waited_for:
-                # What this rank does there on another thread goes on.
+                # This rank may also be in that operation on another thread, which makes progress.
                 if other == me and (wait == context.key or wait not in context.mine()):
-                    # Of two saves in line the later one goes on: all can meet in it.
+                    # Of two saves in a line only the earlier one is abandoned: all ranks can still meet in
+                    # the later.
                     in_line = self._are_in_line(known[rank], wait)
                     self.broken = set() if in_line else {wait, *keys} - {context.key}
                     title = _operation(known[rank], wait).get("title", "a later one")
@@ -57,25 +59,26 @@ class Circles:
         return []
 
     def _declared_wait(self, seen: Seen, key: str) -> tuple[str, list[int]]:
-        """Return the operation on which a rank depends for the one of this key, and the ranks that it waits
-        for there; none if it goes on."""
+        """Return the operation that blocks a rank from the one of this key, and the ranks that it waits for
+        there; ("", []) if nothing blocks it."""
         operations = seen.vitals.operations if seen.vitals is not None else {}
-        # In that operation itself or, if it has not come to it, in the one that its only thread is in, or in
-        # a later one in line.
+        # The operation itself; or, if the rank has not entered it, the one that its only thread is in, or a
+        # later save of the line.
         inside = {key: operations[key]} if key in operations else operations
         about = self.context.about
         for name, part in inside.items():
             depends = self.context.blocks and part.get("blocks")
             if part.get("line") is not None and part.get("line") == about.get("line"):
-                # Of two steps the earlier one alone is over; one with other arguments is over on both sides.
+                # Different steps: only the save of the earlier step fails. Same step, other arguments: both
+                # fail.
                 depends = self._are_in_line(seen, name) or (depends and part.get("step") == about.get("step"))
             if (name == key or depends) and part.get("waiting_for") and not part.get("decided"):
                 return name, list(part["waiting_for"])
         return "", []
 
     def _are_in_line(self, seen: Seen, wait: str) -> bool:
-        """Return whether that operation of a rank comes after this one in a line of saves, and the rank has
-        left this one out."""
+        """Return whether the rank's operation `wait` is a later save of the same line, and the rank skipped
+        this one."""
         about, other = self.context.about, _operation(seen, wait)
         mine, its = about.get("step"), other.get("step")
         return (
@@ -88,12 +91,12 @@ class Circles:
     def _sure_of(
         self, way: tuple[int, ...], waits: tuple[str, ...], known: dict[int, Seen], note: str
     ) -> Steps:
-        """Return the first rank of a circle, once each of its ranks has looked twice more whether the
-        operation in which it waits is decided. If one of them has left such an operation, it is: who still
-        waits in it reads that late, on a busy machine or of a busy message store."""
+        """Return the first rank of a cycle once it is confirmed: each of its ranks has polled twice more for
+        the outcome of the operation in which it waits. Otherwise an operation may already be decided, with a
+        rank that has not read the outcome yet (a busy machine, a busy message store)."""
         looks = _looks(way, waits, known)
         if self._seen.keys() != looks.keys():
-            # What was read of the first is older than what was read of the last, so all are read again.
+            # The presence messages were read at different times, so read all of them again.
             self._seen = _looks(way, waits, (yield Look(way)))
         elif all(looks[part] >= self._seen[part] + 2 for part in looks):
             return [
@@ -127,8 +130,8 @@ def _operation(seen: Seen, key: str) -> Message:
 def _looks(
     way: tuple[int, ...], waits: tuple[str, ...], known: dict[int, Seen]
 ) -> dict[tuple[int, str], int]:
-    """Return how often each rank has looked whether the operation in which it waits is decided; nothing of a
-    rank that is in it no more."""
+    """For each rank of the cycle: how many times it has polled for the outcome of the operation it waits in.
+    Ranks that have left that operation are omitted."""
     return {
         (rank, wait): vitals.operations[wait].get("looks", 0)
         for rank, wait in zip(way, waits, strict=True)

@@ -11,7 +11,7 @@ from holdfast.errors import HoldfastError
 
 
 class StepConsensus:
-    """Choose one call index of `reached` that all ranks share.
+    """Agree on one call index of `reached` on all ranks.
 
     Each rank learns at its own time that there is something to do, and calls `propose` on a background
     thread. It proposes the index of its next call of `reached`. The highest proposal is chosen, so no rank
@@ -20,7 +20,7 @@ class StepConsensus:
     """
 
     def __init__(self, title: str, place: str, begin: Callable[[], Call]) -> None:
-        """begin: makes the call in which the ranks agree. It is called when there is something to do."""
+        """begin: creates the call in which the ranks agree; called when there is something to do."""
         self._title, self._place, self._begin = title, place, begin
         self._lock = threading.Lock()
         self._calls = 0
@@ -48,7 +48,7 @@ class StepConsensus:
         self._decided.set()
 
     def fail(self, error: Exception) -> None:
-        """Let `reached` raise an error: this rank can't learn any more whether there is something to do."""
+        """Make `reached` raise an error, because this rank can't receive announcements any more."""
         if not isinstance(error, HoldfastError):
             cause, error = error, HoldfastError(f"{self._title}: {type(error).__name__}: {error}")
             error.__cause__ = cause

@@ -1,8 +1,9 @@
-"""How ranks agree in a call: the protocol, without any I/O.
+"""The agreement protocol of a call, without any I/O.
 
-A call is rounds. In a round every rank contributes, the committer decides, and all act on its answer; the
-decision of the last round is the outcome of the call. `_call` drives every call on one rank, and ends it. The
-rounds of a save, a load, a choice and a task follow it; after its rounds, a save has a commit.
+A call consists of rounds. In a round every rank sends a report, the committer decides, and all ranks act on
+its answer; the decision of the last round is the outcome of the call. `_call` drives every call on one rank,
+and ends it. The rounds of a save, a load, a choice and a task follow it; after its rounds, a save has a
+commit.
 
 A protocol is a generator. It yields effects (`Put`, `Get`, `Claim`, `Pause`, `Do`, `Look`) and is sent their
 results, so the same code runs over a TCPStore with real files (`protocol/runner.py`) and, thousands of times
@@ -15,12 +16,12 @@ died or stalled. So "agreed" and "abandoned" can't both be true, and every rank 
 has a second key, `final`, which the committer alone writes, after the index is durable. Only between `agreed`
 and `final` may a rank be unable to know the result: it looks into storage, and raises CommitUnconfirmed if
 the index is not there. Ranks other than the committer do not trust a message that says `committed`: each
-looks for the index of this attempt itself, or finds its own files gone as well: who has returned from the
-save may have moved the checkpoint.
+checks for the index of this attempt itself. (If its own files are gone as well, it accepts the message: a
+rank that has returned from the save may have moved the checkpoint.)
 
 Who waits for whom: the committer (lowest participant) waits for all ranks; every other rank waits for the
-outcome and monitors the committer. `liveness` says what ends a wait: a rank whose process is there is waited
-for until the deadline, however silent it is.
+outcome and monitors the committer. `liveness` defines what ends a wait: a rank whose process is alive is
+waited for until the deadline, even if it is silent.
 
 Rejected: a barrier with a counter (it can't name who is missing), leader election (if the committer is dead
 the save is abandoned; the lowest participant of the next save is its committer), heartbeats from all to all
@@ -61,7 +62,7 @@ from holdfast._values import Json
 from holdfast.errors import CommitUnconfirmed, HoldfastError, RankFailed, RosterLost, from_message
 
 UNDISTURBED = 0.25
-"""Seconds before ranks look how a collective task goes: mostly it is over by then."""
+"""Seconds before ranks begin to poll the state of a collective task; it has usually finished by then."""
 
 
 def save_steps(context: Context, job: SaveActions) -> Steps:
@@ -72,7 +73,7 @@ def save_steps(context: Context, job: SaveActions) -> Steps:
         assigned = yield from agree_on_replicas(context, job)  # declared replicas need no answer
         context.enter("writing")
         written = yield Do("write", partial(job.write, assigned))
-        # From here on the others may commit what this rank has written, even if this rank fails.
+        # From here on, the committer may commit this rank's files even if this rank fails.
         context.enter("written")
         yield from agree(context, "written", written, job.prepare)
 
@@ -83,7 +84,7 @@ def load_steps(context: Context, job: LoadActions) -> Steps:
     """Run the load of one rank. All ranks load the same version, and it succeeds on all ranks or on none."""
 
     def rounds() -> Steps:
-        # Nobody contributes to the choice of a version, so the committer waits for nobody.
+        # No rank sends a report for the choice of a version, so the committer does not wait.
         if context.is_committer:
             chosen = yield Do("choose", job.choose)
             yield Put(context.answer_key, to_message(chosen))
@@ -98,7 +99,7 @@ def load_steps(context: Context, job: LoadActions) -> Steps:
 
 
 def choice_steps(context: Context, choose: Callable[[dict[int, Json]], Json], mine: Json = None) -> Steps:
-    """Return the committer's answer on every rank, after every rank has sent its value."""
+    """Every rank sends a value; return the committer's choice on every rank."""
 
     def decide(heard: dict[int, Said]) -> Json:
         return choose({rank: said.value for rank, said in heard.items()})
@@ -118,7 +119,7 @@ def task_steps(context: Context, job: TaskActions) -> Steps:
         answer = yield from own_answer(context, "asked", mine, job.decide, context.participants)
         context.enter("acting")
         yield Do("begin", partial(job.begin, answer))
-        # Messages take CPU time from the threads that act, so look only if this takes longer than usual.
+        # Messages take CPU time from the working threads, so poll only if the task takes longer than usual.
         yield Do("rest", partial(job.wait, min(UNDISTURBED, context.deadline.left())))
         heard = None
         if context.is_committer:
@@ -147,7 +148,7 @@ def _call(context: Context, rounds: Steps, done: str, commit: SaveActions | None
             yield from (_publish if context.is_committer else _await_final)(context, commit)
     except HoldfastError as error:
         if context.phase in ("failed", "unconfirmed"):
-            raise  # this is the end, and the others have been told
+            raise  # final: the others have already received the error
         value = yield from _fail(context, commit, error)
     context.enter(done)
     if commit is not None and context.is_committer:
@@ -157,18 +158,18 @@ def _call(context: Context, rounds: Steps, done: str, commit: SaveActions | None
 
 
 def _fail(context: Context, commit: SaveActions | None, error: HoldfastError) -> Steps:
-    """Tell the others of an error, and raise it or theirs. Returns the outcome's value if all had agreed
-    before: then the error came too late to change anything."""
+    """Abandon the call with an error, and raise it, or the error that another rank claimed first. Returns the
+    outcome's value if all had already agreed: then the error came too late."""
     if isinstance(error, CommitUnconfirmed):
         context.enter("unconfirmed")
         raise error
     standing = context.heard()
     if standing is not None and standing.state == "abandoned":
-        # The others have given up. They need not be told, and the store that said so may be gone by now.
+        # The others have abandoned the call. Send nothing: the store may be gone by now.
         context.known_outcome = standing
         context.enter("failed")
         raise from_message(standing.error) from error.__cause__
-    # If a message is a stranger's, the store answers: the others are told, unless storage knows more.
+    # After a message with a foreign seal the store still works: tell the others, unless storage decides.
     can_tell = is_foreign(error) and (context.is_committer or not context.is_decidable)
     if isinstance(error, RosterLost) and not can_tell:
         error.step, error.phase = context.step, error.phase or context.phase
@@ -197,7 +198,7 @@ def _fail(context: Context, commit: SaveActions | None, error: HoldfastError) ->
 
 
 def _publish(context: Context, job: SaveActions) -> Steps:
-    """Put the index in place after `agreed`, and tell the others how it ended."""
+    """Publish the index after `agreed`, and send the result to the others."""
     try:
         final = yield Do("publish", job.publish)
     except RosterLost:
@@ -212,7 +213,7 @@ def _publish(context: Context, job: SaveActions) -> Steps:
 
 
 def _tell_final(context: Context, final: Final) -> Steps:
-    """Tell the others how it ended. If the message store is lost, they look into storage."""
+    """Send the result of the commit to the others. If the message store is lost, they check storage."""
     for _ in range(2):  # a Ctrl-C may be thrown in here, once
         try:
             yield Put(context.final_key, to_message(final))
@@ -264,8 +265,8 @@ def _look(context: Context, job: SaveActions, seconds: float, cause: HoldfastErr
 
 
 def _unconfirmed(context: Context, cause: HoldfastError) -> Steps:
-    """End in phase `unconfirmed`, and return the error. It blames the committer only if its process is known
-    to have ended."""
+    """Enter phase `unconfirmed` and return the error. It names the committer as the cause only if its process
+    is known to have ended."""
     phase, known = context.phase, context.heard()
     context.enter("unconfirmed")
     seen = context.committer_seen or Seen()
@@ -293,11 +294,11 @@ def _unconfirmed(context: Context, cause: HoldfastError) -> Steps:
 
 
 def _abandon(context: Context, error: HoldfastError) -> Steps:
-    """Claim `abandoned` with this error. The first error that is claimed is the error of all ranks.
+    """Claim `abandoned` with this error. The first claimed error is raised on all ranks.
 
     Returns the error to raise, or None if all ranks had agreed before.
     """
-    # In these phases the committer checks reports of others, so the fault need not be its own.
+    # In these phases the committer checks other ranks' reports, so the error may be another rank's.
     judging = context.is_committer and context.phase in ("assigning", "committing", "read")
     if error.rank is None and not error.missing and not judging:
         error.rank = context.rank
@@ -319,13 +320,13 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
     if standing.state == "agreed":
         return None
     context.enter("failed")
-    # The rank does not tell: the heart of this one may have claimed before, for the end of another.
+    # Compare whole messages, not ranks: this rank's heart may have claimed first, when a rank died.
     return error if message == mine else from_message(standing.error)
 
 
 def _not_ours(context: Context) -> HoldfastError:
-    """End in phase `failed`, and return the error: the store says `agreed`, but this rank has not reported,
-    so the store can't be trusted."""
+    """Enter phase `failed` and return the error for an untrustworthy store: it has `agreed`, but this rank
+    has not sent its report."""
     if context.phase != "failed":
         context.enter("failed")
     return HoldfastError(

@@ -57,22 +57,21 @@ class Delete(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Wait until `key` appears, at most `seconds`. Gives whether it has."""
+    """Wait up to `seconds` until `key` appears. Result: whether it has."""
 
     key: str
     seconds: float
 
 
 class Do(NamedTuple):
-    """Call a function on this rank; what it raises is raised in the protocol."""
+    """Call a function on this rank; its exceptions are raised in the protocol."""
 
     name: str
     action: Callable[[], object]
 
 
 class Look(NamedTuple):
-    """Look at ranks: what they show of themselves, and whether their processes are there. Gives a dict of
-    `presence.Seen` by rank."""
+    """Read the presence of ranks and check their processes. Result: a dict from rank to `presence.Seen`."""
 
     ranks: Sequence[int]
 
@@ -82,26 +81,26 @@ Steps = Generator[Effect, Any, Any]
 
 
 class Late(NamedTuple):
-    """A wait that takes long, for people."""
+    """A report about a long wait, for logs."""
 
     ranks: tuple[RankInfo, ...]
-    """Some of those that are waited for."""
+    """Some of the awaited ranks."""
     everyone: int
-    """How many are waited for."""
+    """The number of awaited ranks."""
     what: str
-    """What they are to do."""
+    """The action that they are expected to take."""
     waited: float
     left: float
-    """Seconds to the deadline."""
+    """Seconds until the deadline."""
     came: bool
-    """Whether the wait for these is over, because they have come."""
+    """Whether these ranks have arrived, so the wait for them is over."""
     hint: str = ""
     """What to do if these ranks take no part at all."""
 
 
 ANSWERS = ("answer", "answered")
-"""Keys of a call on which ranks wait before the outcome. Who abandons the call writes them, too: so a rank
-waits for one key, whatever comes."""
+"""Keys of a call on which ranks wait before the outcome. Abandoning a call writes them, too, so that waiting
+on one key suffices."""
 
 
 def outcome_key(key: str) -> str:
@@ -110,12 +109,11 @@ def outcome_key(key: str) -> str:
 
 
 def abandon(key: str, rank: int, error: HoldfastError) -> Steps:
-    """Claim `abandoned` for the call of this key, and wake all who wait in it. Returns the claim that
-    stands."""
+    """Claim `abandoned` for the call with this key, and wake its waiting ranks. Returns the winning claim."""
     mine = abandoned_by(rank, error)
     standing = yield Claim(outcome_key(key), mine)
     if standing == mine:
-        # The claim has decided. Whom this does not wake finds it at the next look.
+        # The claim is final. Ranks that are not woken find it at their next poll.
         with suppress(HoldfastError):
             for name in ANSWERS:
                 yield Put(f"{key}/{name}", {})
@@ -136,23 +134,23 @@ class Context:
     step: int | None = None
     on_phase: Callable[[str], None] = lambda phase: None
     on_wait: Callable[[Sequence[int] | None], None] = lambda ranks: None
-    """Called with the ranks that this rank waits for; None when it works."""
+    """Called with the ranks that this rank waits for; with None when it starts to work."""
     on_progress: Callable[[], None] = lambda: None
-    """Called on the committer when a rank that it waits for has made progress: the others wait for that rank,
-    too."""
+    """Called on the committer when an awaited rank makes progress, which other ranks indirectly wait for."""
     on_late: Callable[[Late], None] = lambda late: None
-    """Called on one rank when a wait takes long, and when that is over."""
+    """Called on one rank when a wait takes long, and again when it is over."""
     suspicion: Callable[[Seen], int] = lambda seen: 0
-    """Returns a number that is lowest for the ranks that are told first."""
+    """A sort key for reports: ranks with the lowest number are named first."""
     inquiry: Inquiry | None = None
-    """Asks ranks where their code is."""
+    """Asks ranks for their stacks."""
     blocks: bool = False
-    """Is this the only thread of the program that makes calls? Then it makes no other one meanwhile."""
+    """Whether this is the only thread of the program that makes calls, so that it makes no other call before
+    this one ends."""
     mine: Callable[[], Collection[str]] = tuple
-    """Returns the keys of all operations that this rank is in."""
+    """Returns the keys of all current operations of this rank."""
     phase: str = "entered"
     who: str = ""
-    """This rank as errors name it."""
+    """The name of this rank in errors."""
     about: Message = field(default_factory=dict)
     """The part of the presence message that describes this call (`rendezvous.CallSignature`)."""
     hint: str = ""
@@ -161,21 +159,21 @@ class Context:
     """Calls of this rank that were abandoned since the last call that all ranks completed
     (`protocol/rendezvous.py`). Sent with its first message."""
     collect_error: HoldfastError | None = None
-    """What has kept this rank from collecting its state; raised in the call, so that it reaches all ranks."""
+    """An error while this rank collected its state; raised inside the call, so that it reaches all ranks."""
     explain: Callable[[HoldfastError], HoldfastError] | None = None
-    """Returns a better error for one that this rank is about to tell."""
+    """Returns a more informative error in place of one that this rank is about to send."""
     known_outcome: Outcome | None = None
     """The outcome, once this rank knows it."""
     heard_outcome: Callable[[], Message | None] = lambda: None
-    """Returns the outcome that the heart of this rank has seen."""
+    """Returns the outcome, if the heart of this rank has read it."""
     idle: tuple[int, ...] = ()
-    """Committer: the ranks without which it has decided to save."""
+    """Committer: the absent ranks that it has decided to save without."""
     committer_seen: Seen | None = None
-    """What this rank has seen of the committer last."""
+    """The last presence of the committer that this rank has read."""
     is_decidable: bool = False
     """Whether this rank has done its part of the last round, so that all ranks may have agreed."""
     own: set[str] = field(default_factory=set)
-    """Keys that nobody needs after this rank has left."""
+    """Keys that no rank needs after this one has left the call."""
     answers: set[str] = field(default_factory=set)
     """Committer: keys of its answers to single ranks. The reader deletes its answer, unless the call was
     abandoned before."""
@@ -211,7 +209,7 @@ class Context:
         return from_roster(seen, Outcome)
 
     def note_progress(self) -> None:
-        """Note that a rank which this one waits for goes on."""
+        """Record progress of an awaited rank."""
         self.deadline.note_progress()
         if self.is_committer:
             self.on_progress()
@@ -251,11 +249,11 @@ class SaveActions(Protocol):
         ...
 
     def row_digest(self) -> str | None:
-        """Return a digest of the rows without a declared replica, or None if there are none."""
+        """Return a digest of the rows whose replica index is undeclared; None if there are none."""
         ...
 
     def copies(self) -> list[list[tuple[int, int, int]]]:
-        """Return which ranks hold the same values (`RowDigest.copies`); empty if that is not known."""
+        """Return which ranks hold the same values (`RowDigest.copies`); empty if unknown."""
         ...
 
     def list_rows(self) -> RowList:
@@ -279,8 +277,8 @@ class SaveActions(Protocol):
         ...
 
     def mark(self) -> None:
-        """Committer, after the commit and before the others hear of it: write what belongs to the checkpoint
-        but not to Holdfast. Who hears of the commit may move the checkpoint."""
+        """Committer, after the commit and before announcing it: write files of other formats (such as
+        markers) into the checkpoint. A rank that knows of the commit may move the checkpoint."""
         ...
 
     def tidy(self) -> None:
@@ -298,11 +296,11 @@ class SaveActions(Protocol):
 
 
 class TaskActions(Protocol):
-    """A collective task on one rank. `begin` returns at once. The work that it starts may block; `poll` asks
-    for the result."""
+    """A collective task on one rank. `begin` starts the work, which may block, and returns at once; `poll`
+    returns the result."""
 
     def contribute(self) -> Message:
-        """Return what the committer needs to know of this rank before any rank acts."""
+        """Return this rank's report to the committer before any rank acts."""
         ...
 
     def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
@@ -313,11 +311,11 @@ class TaskActions(Protocol):
     def begin(self, answer: Message) -> None: ...
 
     def wait(self, seconds: float) -> None:
-        """Wait until this rank has acted, at most so long."""
+        """Wait up to `seconds` until this rank has acted."""
         ...
 
     def poll(self) -> Message | None:
-        """Return this rank's report, or None if it has not acted yet. Raises what the work has raised."""
+        """Return this rank's report, or None while it is still working. Raises the error of the work."""
         ...
 
     def finish(self, reports: dict[int, Message]) -> Message:

@@ -1,10 +1,10 @@
-"""Ranks that a save can do without: they have not come, and the others hold all that they hold.
+"""Saving without idle ranks: absent ranks whose data is held by other ranks as well.
 
-An idle rank and a late one look alike until the late one comes. A save whose ranks say who holds the same
-values (`RowDigest.copies`) need not tell them apart: after `report_after` it ends with `IdleRanks` on all
-ranks, and begins again among the others. A rank that comes later gets the same error, and nothing is lost by
-that. The lowest participant takes part in both, and only believes what it has decided itself: an error that
-somebody else writes into the message store makes the save fail.
+An idle rank can't be told from a late one. If the ranks of a save know which of them hold the same values
+(`RowDigest.copies`), it makes no difference: after `report_after` the save ends with `IdleRanks` on all ranks
+and restarts among the others. A rank that arrives later gets the same error, and no data is lost. The lowest
+participant takes part in both attempts and only trusts its own decision: an `IdleRanks` error that another
+party writes into the message store makes the save fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast._roster.presence import Seen
 from holdfast.errors import IdleRanks, RankInfo
 
 LISTED = 8
-"""Ranks that the error describes; its details have all."""
+"""Number of ranks that the error describes; its details list all."""
 _DETAIL = "idle"
 
 
@@ -29,7 +29,7 @@ def do_without(context: Context, heard: Mapping[int, RowDigest], ranks: Iterable
     if not _hold_all(heard, absent):
         return
     seen: dict[int, Seen] = yield Look(absent)
-    # One that has entered comes; of one that has ended, the wait says so.
+    # A rank that has entered will arrive; for a rank that has ended, the wait itself raises an error.
     if any(one.is_in(context.key) or one.ended for one in seen.values()):
         return
     context.idle = tuple(absent)
@@ -51,9 +51,9 @@ def idle_of(error: IdleRanks, participants: Sequence[int]) -> tuple[int, ...]:
 
 
 def _hold_all(heard: Mapping[int, RowDigest], absent: Sequence[int]) -> bool:
-    """Return whether for each kind of values each absent rank is in a group of which the first rank is
-    here: values that are no tensors are that rank's to write. A rank that says nothing may hold a part of
-    something of which the absent ones hold the rest."""
+    """Return whether, for each kind of values, each absent rank is in a replica group whose first rank is
+    present (it writes the values that are not tensors). False if a rank sends no groups: it may hold one part
+    of a value of which absent ranks hold the rest."""
     kinds = min((len(report.copies) for report in heard.values()), default=0)
     for kind in range(kinds):
         groups = {tuple(report.copies[kind]) for report in heard.values()}

@@ -1,4 +1,4 @@
-"""`Job`: what all calls of a program have in common. It is made once, and handed to every call."""
+"""`Job`: the settings shared by all calls of a program, made once and passed to every call."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ Participants: TypeAlias = "Iterable[int] | ProcessGroup | Callable[[], Iterable[
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Who takes part in the calls of a program, how long they wait, and what they may use.
+    """Participants, timeouts and resource limits for the calls of a program.
 
         job = holdfast.Job(timeout=600, participants=range(8))
         holdfast.save(state, "run/step-100", job=job)
 
-    Raises BadInput for a value that is none of these.
+    Raises BadInput for invalid values.
     """
 
     participants: Participants = None
-    """Ranks of the default process group; a group of torch.distributed; or a function that returns ranks and
-    is called at each call. Default all. Other ranks must not call."""
+    """Ranks of the default process group; a torch.distributed group; or a function that returns ranks,
+    evaluated at each call. Default: all ranks. Other ranks must not call."""
     no_dist: bool = False
     """This process is alone, whether or not torch.distributed is initialised."""
     timeout: float | None = None
-    """Seconds from the begin of a call until it fails, even if it makes progress. By default a call fails
-    after 1800 s without progress, or after the timeout of the process group, if that is longer."""
+    """Seconds from the start of a call until it fails, even if it makes progress. None: a call fails after
+    1800 s without progress, or after the timeout of the process group, if longer."""
     stall_timeout: float | None = None
-    """Seconds without progress after which a rank is given up although its process is there; by default it
-    never is."""
+    """Seconds without progress after which a rank counts as failed although its process is alive. None:
+    never."""
     report_after: float = 30.0
-    """Seconds after which a wait is told: for whom, since when, and where that rank is."""
+    """Seconds after which a wait is logged: for which ranks, for how long, and their stacks."""
     lost_after: float = 120.0
-    """Seconds after which a host that does not answer counts as gone."""
+    """Seconds after which an unresponsive host counts as lost."""
     grid: Grid | None = None
     """The layout, stored in the index of each checkpoint."""
     options: Options = field(default_factory=Options)
-    """How to write and read, and how much memory that may take."""
+    """Settings for writing and reading, and memory limits."""
     roster: Roster | None = None
-    """A coordination store to use in place of torch.distributed's."""
+    """A message store to use in place of torch.distributed's."""
 
     def __post_init__(self) -> None:
-        limits_of(self)  # refuses seconds that are none
+        limits_of(self)  # raises BadInput for invalid timeouts
         given = self.participants
         if given is not None and not callable(given) and not _is_group(given):
             object.__setattr__(self, "participants", _numbers(given))  # an iterator can be read only once
@@ -69,7 +69,7 @@ class Job:
             )
 
     def ranks(self) -> tuple[int, ...] | None:
-        """Return the participants as they are now, ascending; None for all."""
+        """Return the current participants in ascending order; None for all ranks."""
         given = self.participants() if callable(self.participants) else self.participants
         if given is None:
             return None
@@ -77,21 +77,21 @@ class Job:
         return tuple(sorted(_ranks_of(given) if _is_group(given) else _numbers(given)))
 
     def within(self, seconds: float) -> Job:
-        """Return the same job; its `timeout` is `seconds` if it has none."""
+        """Return a copy of the job with `timeout=seconds`, unless it already has a timeout."""
         return self if self.timeout is not None else replace(self, timeout=seconds)
 
 
 def limits_of(job: Job) -> Limits:
-    """Return the limits of the waits of a job's calls."""
+    """Return the timeouts of a job as `Limits`."""
     return Limits(job.timeout, job.stall_timeout, job.report_after, job.lost_after)
 
 
 defaults = [Job()]
-"""The last of these is that of calls to which none is given. `install` adds one."""
+"""A stack of default jobs; the last one applies to calls without `job`. `install` pushes its own."""
 
 
 def job_of(job: Job | None) -> Job:
-    """Return the job of a call. Raises BadInput if it is none."""
+    """Return the `job` argument of a call, or the default job. Raises BadInput if it is not a Job."""
     if job is None:
         return defaults[-1]
     if not isinstance(job, Job):
@@ -100,7 +100,7 @@ def job_of(job: Job | None) -> Job:
 
 
 def stock(job: Job | None, process_group: ProcessGroup | None, no_dist: bool = False) -> Job:
-    """Return the job of a call that has these two arguments of torch DCP, too."""
+    """Return the job of a call that also has torch DCP's arguments `process_group` and `no_dist`."""
     made = job_of(job)
     if process_group is not None:
         if made.participants is not None:

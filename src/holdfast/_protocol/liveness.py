@@ -1,8 +1,8 @@
-"""What ends a wait for other ranks, and what is told of it meanwhile.
+"""Failure detection during a wait for other ranks, and reports about long waits.
 
-Silence is not death. A rank that does not come may be late, hold the GIL, be stopped, or sit in storage; as
-long as its process is there, it is waited for until the deadline, and that is told. docs/failure-model.md has
-a table of what ends a wait.
+Silence is not failure. A rank that does not arrive may be late, hold the GIL, be stopped, or block in
+storage. While its process is alive, it is waited for until the deadline, and the wait is logged.
+docs/failure-model.md has a table of what ends a wait.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from holdfast._values import Message
 from holdfast.errors import DeadlineExceeded, RankFailed, RankInfo
 
 QUOTED = 8
-"""Ranks that an error or a presence message lists."""
+"""Maximum number of ranks listed in an error or a presence message."""
 NO_PART = "If they take no part on purpose, leave them out: job=holdfast.Job(participants=...)."
 UNKNOWN_BEFORE = (
     "A rank that ends before its first call of Holdfast is noticed only after holdfast.install()."
 )
 LEFT_OUT = "left out"
-"""Key in the details of an error: the ranks that it names have not entered the call, and live."""
+"""Key in the details of an error: the named ranks are alive, but have not entered the call."""
 STALLED = "stalled"
-"""Key in the details of an error: the ranks that it names have made no progress for `stall_timeout`."""
+"""Key in the details of an error: the named ranks have made no progress for `stall_timeout`."""
 COURTESY = 0.5
-"""Seconds past the deadline that the other ranks wait for the committer, which knows best who is missing."""
+"""Seconds past the deadline that other ranks wait for the committer, whose error lists the missing ranks."""
 AWAY = 5.0
-"""Seconds more than planned between two looks, which are this process's own absence."""
+"""If two polls are this many seconds further apart than planned, this process itself did not run."""
 
 
 class PeerMonitor:
     """One wait of this rank for others."""
 
     LOOK_EVERY = 0.25
-    """Seconds between two looks at first, except in a large world."""
+    """Initial seconds between two polls, except in a large world."""
 
     def __init__(self, context: Context, what: str) -> None:
-        """what: what the others are to do, for errors."""
+        """what: the awaited action of the others, for errors."""
         self.context, self.what = context, what
         self.began = self.looked = context.clock.now()
-        # All others look at the committer; it alone looks at them.
+        # Every other rank polls the committer; only the committer polls all ranks.
         lookers = 1 if context.is_committer else len(context.participants)
         self.seldom = pace(lookers, context.limits.stall_timeout)
         self.interval = min(self.LOOK_EVERY, self.seldom) if self.seldom <= 1.0 else self.seldom
-        # Mostly the message comes before the first look, and then monitoring costs nothing.
+        # The message usually arrives before the first poll, so monitoring costs nothing.
         self.next_look = self.began + self.interval * (1 + spread(context.rank)) / 2
         self.next_report = self.began + context.limits.report_after
         self.instead: Callable[[], Steps] | None = None
-        """Steps before a report, which may end the wait."""
+        """Protocol steps to run before a report; they may end the wait."""
         self.reports = 0
         self.told: list[RankInfo] = []
-        """The ranks of the last report of this rank, until they come."""
+        """The ranks named in this rank's last report that have not arrived yet."""
         self.marks: dict[int, object] = {}
         self.moves = 0
-        """How often any of the ranks was seen to go on."""
+        """Number of times that progress of any rank was seen."""
         self.timers: dict[int, StallTimer] = {}
         self.suspects: set[int] = set()
-        """Ranks that will not come by what the last look has shown."""
+        """Ranks that the last poll found lost; the next poll confirms it."""
         self.circles = Circles(context)
 
     @property
@@ -74,15 +74,15 @@ class PeerMonitor:
         return self.context.clock.now() >= min(self.next_look, self.gives_up_at)
 
     def patience(self) -> float:
-        """Return the seconds until the next look."""
-        # The last ends 0.05 s past the deadline: the look after it must find that it has passed.
+        """Return the seconds until the next poll."""
+        # At most until 0.05 s past the deadline, so that the next poll finds it passed.
         return max(0.001, min(self.next_look, self.gives_up_at + 0.05) - self.context.clock.now())
 
     def look(self, ranks: Sequence[int], everyone: int = 0) -> Steps:
-        """Look at ranks that are waited for, if it is time to. Raises RankFailed if one of them will not
-        come, and DeadlineExceeded.
+        """Poll awaited ranks, if a poll is due. Raises RankFailed if one of them can't arrive any more, and
+        DeadlineExceeded.
 
-        everyone: how many are waited for, if these are only some of them.
+        everyone: the number of awaited ranks, if `ranks` are only some of them.
         """
         if not self.is_due:
             return
@@ -107,7 +107,8 @@ class PeerMonitor:
         stalled = [] if lost else self._stalled(seen)
         lost += stalled
         if lost:
-            # Its message may have come after the caller has looked for it: only the second look counts.
+            # Its message may have arrived after the caller last checked, so a second poll must confirm the
+            # loss.
             names = {info.rank for info in lost}
             if not names <= self.suspects:
                 self.suspects, self.next_look = names, now
@@ -115,7 +116,7 @@ class PeerMonitor:
             error = self._failed(lost, seen, RankFailed, len(lost))
             error.details |= {STALLED: True} if stalled else {}
             for key in self.circles.broken:
-                # All of the circle end: with this operation over, the others would wait without being in one.
+                # Abandon all operations of the cycle: without this one, the others would not detect a cycle.
                 yield from abandon(key, context.rank, error)
             raise error
         self.suspects = set()
@@ -125,7 +126,7 @@ class PeerMonitor:
         yield from self._report(seen, now, everyone)
 
     def over(self, came: Callable[[int], bool] = lambda rank: True) -> None:
-        """Tell that ranks which were reported have come."""
+        """Report that ranks named in the last report have arrived. came: a predicate for ranks."""
         here = tuple(info for info in self.told if came(info.rank))
         if here:
             self.told = [info for info in self.told if info not in here]
@@ -134,17 +135,17 @@ class PeerMonitor:
     # -- what is known ------------------------------------------------------------------------------
 
     def _is_lost(self, seen: Seen) -> bool:
-        """Return whether a rank will not come: its process is gone, or it says so itself."""
+        """Return whether a rank can't arrive any more: its process has ended, or it announced its end."""
         return bool(seen.ended) and not (self.context.limits.past_end and seen.there is not False)
 
     def _goes_on(self, rank: int, seen: Seen) -> bool:
-        """Note the progress of a rank in this operation: its phase, and the bytes or messages that it has
-        moved. Return whether it has changed since the last look."""
+        """Record a rank's progress in this operation: its phase, and its counts of bytes or messages. Return
+        whether it has changed since the last poll."""
         inside = seen.vitals.operations.get(self.context.key) if seen.vitals is not None else None
         mark = None
         if inside is not None:
-            # What the committer passes on is not passed back to it: two that wait would see progress for
-            # ever.
+            # The committer must not count progress that it passed on itself: two waiting ranks would see
+            # progress forever.
             others = 0 if self.context.is_committer else inside.get("others")
             mark = (inside.get("phase"), inside.get("progress"), others)
         before = self.marks.setdefault(rank, mark)
@@ -152,13 +153,13 @@ class PeerMonitor:
         return before != mark
 
     def _stalled(self, seen: dict[int, Seen]) -> list[RankInfo]:
-        """Return ranks without progress for `stall_timeout`, if the caller has asked for that."""
+        """Return ranks without progress for `stall_timeout`, if the caller has set one."""
         limit = self.context.limits.stall_timeout
         if limit is None:
             return []
         stalled = []
         for rank, one in seen.items():
-            # The stall time of a rank begins when this rank first waits for it.
+            # The stall timer of a rank starts when this rank first waits for it.
             timer = self.timers.setdefault(rank, StallTimer(limit, self.context.clock))
             inside = one.vitals.operations.get(self.context.key) if one.vitals is not None else None
             # A rank that itself waits makes no progress: its heartbeat is enough. One that acts (it waits for
@@ -174,12 +175,13 @@ class PeerMonitor:
     # -- what is told ---------------------------------------------------------------------------------
 
     def _ask_in_time(self, seen: dict[int, Seen], now: float) -> Steps:
-        """Ask ranks that are about to be given up where they are, so that the answer is there by then."""
+        """Ask ranks that are close to a timeout for their stacks, so that the error can contain the
+        answers."""
         limit = self.context.limits.stall_timeout
         soon = 0.0 if limit is None else limit - min(ASK_BEFORE, limit / 2)
         missed = [rank for rank in seen if limit is not None and self.timers[rank].quiet_for() >= soon]
         if now >= self.gives_up_at - min(ASK_BEFORE, self.context.deadline.seconds / 2):
-            # At the deadline the ranks are named for which the committer waits.
+            # The error at the deadline names the ranks that the committer waits for.
             waits_for = [] if self.context.is_committer else self._waits_for(seen.get(self.context.committer))
             unseen = [rank for rank in waits_for if rank not in seen][:QUOTED]
             seen = seen | ((yield Look(unseen)) if unseen else {})
@@ -188,7 +190,7 @@ class PeerMonitor:
             self.context.inquiry.ask(missed[:QUOTED], seen)
 
     def _report(self, seen: dict[int, Seen], now: float, everyone: int) -> Steps:
-        """Tell on one rank who is late and where, and ask in time."""
+        """Log on one rank which ranks are late, with their stacks; request the stacks in time."""
         context = self.context
         if now < self.next_report - ASK_BEFORE or self._committer_reports(seen):
             return
@@ -213,7 +215,7 @@ class PeerMonitor:
             context.inquiry.again()
 
     def _committer_reports(self, seen: dict[int, Seen]) -> bool:
-        """Return whether the committer waits for others in this operation: then it tells of them."""
+        """Return whether the committer waits for others in this operation, and so makes the report."""
         return not self.context.is_committer and bool(self._waits_for(seen.get(self.context.committer)))
 
     def _late(
@@ -223,7 +225,7 @@ class PeerMonitor:
         return Late(infos, max(everyone, len(infos)), self.what, waited, left, came, hint)
 
     def _state(self, seen: Seen) -> str:
-        """Say what a late rank does, as far as it shows."""
+        """Describe what a late rank is doing, as far as known."""
         return "; ".join(filter(None, (self._where(seen), seen.held())))
 
     # -- the end --------------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ class PeerMonitor:
         return describe(rank, seen, self.context.clock.wall(), note, self.context.key)
 
     def _waits_for(self, seen: Seen | None) -> list[int]:
-        """Return the ranks that a rank waits for in this operation, by its own message."""
+        """Return the ranks that a rank waits for in this operation, from its presence message."""
         vitals = seen.vitals if seen is not None else None
         inside = (vitals.operations.get(self.context.key) if vitals is not None else None) or {}
         return [
@@ -251,7 +253,7 @@ class PeerMonitor:
         ]
 
     def _where(self, seen: Seen) -> str:
-        """Return why a rank is not in this call, as far as its message tells; empty if it is."""
+        """Return why a rank is not in this call, as far as its presence message tells; "" if it is."""
         context, vitals = self.context, seen.vitals
         if vitals is None:
             return f"it never entered {context.title}"
@@ -264,7 +266,7 @@ class PeerMonitor:
         return f"it has not entered {context.title}"
 
     def _other_call(self, key: str, part: Message, now: bool) -> str:
-        """Describe how another call of a rank relates to this one; empty if kind or place differ."""
+        """Describe how another call of a rank relates to this one; "" if kind or place differ."""
         context = self.context
         # A key is `<signature>/<generation>.<number>/<attempt>` (`rendezvous.meet`).
         site, _, number = context.key.rpartition("/")[0].rpartition(".")
@@ -283,7 +285,7 @@ class PeerMonitor:
         return ""
 
     def _with_places(self, infos: list[RankInfo], seen: dict[int, Seen], patience: float) -> list[RankInfo]:
-        """Add to ranks where their code is."""
+        """Add the stacks of ranks to their infos."""
         inquiry = self.context.inquiry
         quoted = [info.rank for info in infos[:QUOTED] if not seen[info.rank].ended]
         where = inquiry.answers(quoted, seen, patience) if inquiry is not None and quoted else {}
@@ -292,8 +294,8 @@ class PeerMonitor:
     def _failed(
         self, infos: list[RankInfo], seen: dict[int, Seen], kind: type[RankFailed], count: int, what: str = ""
     ) -> RankFailed:
-        """Return the error about these ranks. `count` is the number of missing ranks: a large world is looked
-        at in turns."""
+        """Return the error about these ranks. count: the number of missing ranks, which may be larger: in a
+        large world only some are polled at a time."""
         context = self.context
         # Past the deadline wait 1/8 s more for answers, no longer: the call must return.
         infos = self._with_places(infos, seen, max(0.0, self.gives_up_at - context.clock.now()) + 0.125)

@@ -1,4 +1,4 @@
-"""One call of one rank: its rendezvous, its presence, its context, and how it runs."""
+"""One call on one rank: its rendezvous, presence, context and execution."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from holdfast.errors import HoldfastError, IdleRanks, RankFailed, RosterLost, Un
 
 log = logging.getLogger("holdfast")
 TELL_EVERY = 10.0
-"""Seconds between two lines of a log about a save or load that takes long."""
+"""Seconds between two progress log lines of a long save or load."""
 LINGER = 1.0
-"""Seconds that a call which has failed waits for the others to hear why, where this process serves them."""
+"""Seconds that a failed call waits for the others to read the error, if this process hosts the store."""
 _HINTS = {
     "save": "Nothing was committed; what was committed before is untouched.",
     "load": "The state may be partly overwritten; what is in storage is untouched.",
@@ -44,7 +44,7 @@ _other_callers = threading.Event()
 
 
 def _is_only_caller() -> bool:
-    """Return whether the calls of this process come from its main thread, and this one does."""
+    """Return whether all calls of this process so far, and this one, come from its main thread."""
     thread = threading.current_thread()
     if thread is threading.main_thread():
         return not _other_callers.is_set()
@@ -74,11 +74,11 @@ class Operation:
         self.begun = self._told = time.monotonic()
         self.cancel = Cancel()
         self.attempt = ""
-        """A name of this attempt that all its ranks share and no other attempt has."""
+        """A unique name of this attempt, equal on all its ranks."""
         self.bytes_done = 0
-        """Bytes that `progress` has noted."""
+        """Bytes reported by `progress` so far."""
         self.bytes_total = 0
-        """Bytes that it will have noted at the end; 0 until that is known."""
+        """Bytes that `progress` will have reported at the end; 0 until known."""
         self._bar: Bar | None = None
         self.alone = len(call.participants) == 1
         # A call of one rank needs no message store, and leaves nothing in it.
@@ -128,7 +128,7 @@ class Operation:
         events.emit(f"{self.kind}.{name}", rank=self.roster.rank, step=self.step, path=self.place, **fields)
 
     def _on_late(self, late: Late) -> None:
-        """Tell people of a wait that takes long, or that is over."""
+        """Log a long wait, or its end."""
         names = "; ".join(map(str, late.ranks)) + (
             f"; and {late.everyone - len(late.ranks)} more" if late.everyone > len(late.ranks) else ""
         )
@@ -148,16 +148,16 @@ class Operation:
         self.emit("late", what=late.what, left=late.left, **fields)
 
     def _look(self, roster: Roster) -> None:
-        """Look for the outcome, on the heart's thread: this call's own thread may be stuck."""
+        """Poll for the outcome on the heart's thread, because the call's own thread may be stuck."""
         if self.presence.outcome is None and self.context.key and not self.alone:
             lane = self.roster.bounded()
             self.presence.outcome = lane.get([self.context.outcome_key])[0]
             self.presence.looks += 1
 
     def _on_gone(self, rank: int, gone: Gone) -> None:
-        """Abandon the call for all, if the one that decides it has ended; on the heart's thread.
+        """If the committer has ended, abandon the call on all ranks. Runs on the heart's thread.
 
-        If another has ended, the committer sees what that one has done before, and decides.
+        If another rank has ended, the committer checks what that rank had completed, and decides.
         """
         if rank != self.context.committer or not self.context.key:
             return
@@ -176,7 +176,7 @@ class Operation:
             )
             steps = abandon(self.context.key, self.call.rank, error)
             standing: Any = perform(steps, lane, self.presence, Cancel())
-            if from_roster(standing, Outcome).state == "agreed":  # then ranks wait for its last word
+            if from_roster(standing, Outcome).state == "agreed":  # ranks wait for its `final`
                 lane.claim(self.context.final_key, to_message(Final(error.to_message())))
 
     def _on_phase(self, phase: str) -> None:
@@ -190,7 +190,7 @@ class Operation:
             self.emit(phase, bytes=self.bytes_done, seconds=self.seconds())
 
     def progress(self, moved: int) -> None:
-        """Note `moved` more bytes. Raises if the operation was given up meanwhile."""
+        """Report `moved` more transferred bytes. Raises if the operation was cancelled meanwhile."""
         self.cancel.check()
         self.presence.progress += moved
         self.bytes_done += moved
@@ -202,7 +202,7 @@ class Operation:
             self._tell()
 
     def _tell(self) -> None:
-        """Log how far this rank is; on the lowest rank alone, as all have about the same to do."""
+        """Log the progress, on the lowest rank only, because all ranks have about the same amount of work."""
         self._told, done = time.monotonic(), self.bytes_done
         if self.call.rank == self.call.participants[0]:
             speed = size_text(done / max(self.seconds(), 1e-6))
@@ -213,13 +213,13 @@ class Operation:
             )
 
     def tick(self) -> None:
-        """Note progress that is not bytes."""
+        """Report progress other than bytes."""
         self.cancel.check()
         self.presence.progress += 1
         self.call.deadline.note_progress()
 
     def _meet(self) -> Steps:
-        """Find the other ranks, and show this rank to them."""
+        """Run the rendezvous with the other ranks, and publish this rank's presence."""
         self.attempt = yield from meet(self.context, self._signature, self._history)
         try:
             self.presence.begin(self.context.key, beats=not self.alone)
@@ -235,12 +235,12 @@ class Operation:
     ) -> Any:
         """Run the protocol to its end. Returns or raises by the deadline.
 
-        collect_error: what collecting the state has raised. The protocol tells it to the others. If its cause
-            is Ctrl-C, that is raised here.
+        collect_error: an error while collecting the state; the protocol sends it to the others. If its cause
+            is Ctrl-C, KeyboardInterrupt is raised here.
         pause_collector: pause the garbage collector meanwhile; False if the process trains at the same time.
         """
         self.context.collect_error = collect_error
-        # On the lowest rank alone; and where the log tells it, not as well.
+        # A progress bar only on the lowest rank, and only if progress is not logged.
         waits = pause_collector and self.call.rank == self.call.participants[0]
         if waits and not log.isEnabledFor(logging.INFO):
             self._bar = Bar(self.context.title)
@@ -266,8 +266,7 @@ class Operation:
         finally:
             if self._bar is not None:
                 self._bar.clear()
-            # A thread that was left behind has not run `leave`. The next call then determines how this one
-            # ended.
+            # An abandoned thread has not run `leave`; the next call then determines this one's outcome.
             if self.context.known_outcome is None:
                 self._history.give_up(self.context.key)
 
@@ -281,7 +280,7 @@ class Operation:
 
 
 def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
-    """Call user code on the caller's thread. What it raises is returned as an error for all ranks."""
+    """Call user code on the caller's thread. Return its exception as an error for all ranks."""
     try:
         with collector_paused():
             read()
@@ -299,7 +298,7 @@ def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
 def agree(
     title: str, place: str, choose: Callable[[dict[int, Json]], Json], call: Call, mine: Json = None
 ) -> Json:
-    """Return on every participant the JSON value that the lowest one chooses from the values of all
+    """Return, on every participant, the JSON value that the lowest one chooses from all ranks' values
     (`mine`)."""
     operation = Operation("choice", title, place, call, CHOICE_TRANSITIONS)
     return operation.run(choice_steps(operation.context, choose, mine))

@@ -1,7 +1,7 @@
-"""The key under which the ranks of one call meet, and when the keys of a call are deleted.
+"""Rendezvous: the key under which the ranks of a call meet, and the deletion of a call's keys.
 
 All ranks of a job make the same calls in the same order; but a rank may be late for a call that the others
-have given up, or skip one that the others made. So every rank counts its calls of each kind, place and
+have abandoned, or skip one that the others made. So every rank counts its calls of each kind, place and
 arguments, and the n-th call of one rank meets the n-th call of the others, never another: a rank that comes
 late gets the error of its own call, and its next call meets the next call of the others. So an abandoned call
 is never joined with a newer one, and a checkpoint holds the states of one call.
@@ -42,14 +42,14 @@ from holdfast._values import Message
 from holdfast.errors import HoldfastError
 
 _REMEMBERED = 1024
-"""Number of different calls whose counters are kept. A call that is forgotten counts from 0 again; its keys
-are long gone by then."""
+"""Maximum number of call signatures with a counter. A dropped counter restarts at 0; by then its keys are
+deleted."""
 _ATTEMPT = re.compile("[0-9a-f]{12}")
 SWEEP_AFTER = 60.0
 """Seconds after which a later completed call deletes the keys of an abandoned one: a rank that uses this lane
 on a second thread may still look for its outcome, every quarter of a second."""
 SHARED = ("outcome", "final", *ANSWERS, "left")
-"""Keys of a call that all its ranks read, beside `open`."""
+"""Keys of a call that all its ranks read, in addition to `open`."""
 
 
 def _shared(key: str) -> list[str]:
@@ -83,11 +83,11 @@ def _hash(text: str) -> str:
 
 
 class _Open(NamedTuple):
-    """A call that has not ended here."""
+    """A call that has not ended on this rank."""
 
     signature: str
     number: str
-    """Its key without the attempt."""
+    """Its key, without the attempt."""
     was_given_up: bool = False
 
 
@@ -99,15 +99,15 @@ class History:
 
     def __init__(self) -> None:
         self.generation: int | None = None
-        """How often these ranks began on this lane of this message store, which may outlive a process
-        group."""
+        """How many times these ranks have started on this lane of this message store, which may outlive a
+        process group."""
         self.token = secrets.token_hex(6)
         self._lock = threading.Lock()
         self._next: OrderedDict[str, int] = OrderedDict()
         self._abandoned: OrderedDict[str, int] = OrderedDict()
         """Calls that were abandoned since the last completed one: by signature, the number of the next."""
         self._open: dict[str, _Open] = {}
-        """By key, each call that has not ended here. Its key has no attempt until that is known."""
+        """Calls that have not ended on this rank, by key. The key lacks the attempt until that is known."""
         self._left_over: list[tuple[float, str]] = []
         """The time and key of each abandoned call."""
 
@@ -124,7 +124,7 @@ class History:
             return key, dict(self._abandoned)
 
     def name(self, key: str, attempt: str) -> str:
-        """Return the key of a call with the name of its attempt, which is known now."""
+        """Record the name of a call's attempt; return the complete key."""
         with self._lock:
             named = f"{key}/{attempt}"
             if key in self._open:
@@ -132,12 +132,13 @@ class History:
             return named
 
     def without_attempt(self, key: str) -> bool:
-        """Has this rank given up a call before it knew its attempt?"""
+        """Return whether this rank abandoned a call before it knew the attempt."""
         with self._lock:
             return key in self._open and self._open[key].number == key
 
     def give_up(self, key: str) -> None:
-        """Note that this rank went on although the call has not ended here: a thread of it is stuck."""
+        """Record that this rank continues although the call has not ended here, because its thread is
+        stuck."""
         with self._lock:
             if key in self._open:
                 self._open[key] = self._open[key]._replace(was_given_up=True)
@@ -147,8 +148,8 @@ class History:
             return [key for key, call in self._open.items() if call.was_given_up]
 
     def end(self, key: str, outcome: Outcome, now: float) -> list[str] | None:
-        """Note how a call ended. Returns keys of abandoned calls that can be deleted; None if its end was
-        noted before."""
+        """Record the outcome of a call. Returns keys of abandoned calls that can be deleted; None if the
+        outcome was already recorded."""
         with self._lock:
             call = self._open.pop(key, None)
             if call is None:
@@ -198,7 +199,7 @@ def meet(context: Context, signature: CallSignature, history: History) -> Steps:
 
 
 def _begin_life(history: History, participants: tuple[int, ...], rank: int) -> Steps:
-    """Claim the first free generation number. All ranks get the same one, because they begin together."""
+    """Claim the first free generation number. All ranks get the same one, because they start together."""
     # Two threads may both see None; they claim with the same token, so both get the same number.
     if history.generation is None:
         lives, number = f"life/{_hash(str(participants))}/{rank}", 0
@@ -210,8 +211,8 @@ def _begin_life(history: History, participants: tuple[int, ...], rank: int) -> S
 
 
 def life_of(roster: Roster, participants: tuple[int, ...]) -> int:
-    """Return how often these ranks began on this lane before; for keys that belong to no call: a message
-    store may outlive its process group, with all that was said in it."""
+    """Return how many times these ranks have started on this lane before. Keys outside of calls contain it,
+    because a message store, with old messages, may outlive its process group."""
     history = history_of(roster, participants)
     steps, standing = _begin_life(history, participants, roster.rank), None
     with suppress(StopIteration):
@@ -224,10 +225,10 @@ def life_of(roster: Roster, participants: tuple[int, ...]) -> int:
 
 
 def _open(context: Context, key: str) -> Steps:
-    """Open a call, or learn that it is open; return the name of its attempt. key: without that."""
+    """Open a call, or find it open; return the name of its attempt. key: the key without the attempt."""
     opened = to_message(Opened(context.rank, secrets.token_hex(6)))
     attempt = from_roster((yield Claim(f"{key}/open", opened)), Opened).attempt
-    # It becomes a part of keys and of the names of files.
+    # The name becomes part of keys and file names.
     if not _ATTEMPT.fullmatch(attempt):
         raise HoldfastError(
             f"The message {key}/open names the attempt {attempt[:40]!r}, which no rank of Holdfast does.",
@@ -237,10 +238,10 @@ def _open(context: Context, key: str) -> Steps:
 
 
 def leave(context: Context, history: History) -> Steps:
-    """Close this call on this rank: note its outcome, and delete messages that nobody reads any more."""
+    """Close this call on this rank: record its outcome, and delete messages that no rank needs any more."""
     if context.known_outcome is None:
         history.give_up(context.key)
-        return  # its outcome is open: others may still wait for this rank's messages
+        return  # the outcome is open: others may still wait for this rank's messages
     old = history.end(context.key, context.known_outcome, context.clock.now())
     if old is None:
         return
@@ -262,8 +263,8 @@ def _one_less(context: Context, key: str) -> Steps:
 
 
 def _learn_outcome(context: Context, history: History, key: str) -> Steps:
-    """Determine the outcome of a call that this rank gave up: claim `abandoned`, or find what was claimed
-    before."""
+    """Determine the outcome of a call that this rank abandoned while stuck: claim `abandoned`, or read the
+    earlier claim."""
     if history.without_attempt(key):
         key = history.name(key, (yield from _open(context, key)))
     gave_up = HoldfastError(f"{context.who} gave it up, and went on.", rank=context.rank)

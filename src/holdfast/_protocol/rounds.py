@@ -1,4 +1,4 @@
-"""The rounds of a call: every rank contributes, the committer decides, all act on its answer."""
+"""The rounds of a call: every rank sends a report, the committer decides, all act on its answer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MessageType = type[Struct]
 OF_ALL_CALLS = Before.__struct_fields__
 """Fields of the protocol in a message of a task."""
 Decide = Callable[[dict[int, Any]], Any]
-"""What the committer makes of the reports of ranks."""
+"""The committer's decision function: reports by rank -> decision."""
 FEWEST, MOST = 8, 64
-"""Reports that the committer asks for at once: after a wait, and as long as all are there."""
+"""Batch size of the committer's reads of reports: after a wait, and at most while all are present."""
 LOOKED_AT = 256
-"""Ranks that it looks at once."""
+"""Maximum number of ranks that it polls at a time."""
 SELDOM = 10.0
-"""Seconds between two questions for the outcome while a rank acts, at most."""
+"""Maximum seconds between two polls for the outcome while a rank acts."""
 _DUTIES = {
     "row_digest": ("enter the save", "say who writes replicated tensors"),
     "rows": ("list its replicated tensors", "say who writes replicated tensors"),
@@ -37,8 +37,7 @@ _DUTIES = {
     "asked": ("enter", "answer"),
     "acted": ("do its part", "say that every rank has done its part"),
 }
-"""By topic of a round, what a rank that is waited for has not done yet, and what the committer then has not;
-for errors."""
+"""For errors, by topic of a round: the awaited action of a rank, and the awaited action of the committer."""
 
 
 def own_answer(
@@ -49,8 +48,8 @@ def own_answer(
     ranks: Sequence[int],
     kind: MessageType | None = None,
 ) -> Steps:
-    """A round of these ranks in which each gets an answer of its own: return that of this rank, None if it is
-    not one of them."""
+    """Run a round in which each of these ranks gets an individual answer. Return this rank's answer; None if
+    it is not one of them."""
     if not context.is_committer:
         yield context.report(topic, mine)
         key = context.key_of("answer", context.rank)
@@ -68,9 +67,9 @@ def own_answer(
 def agree(
     context: Context, topic: str, mine: Report, decide: Decide, heard: dict[int, Any] | None = None
 ) -> Steps:
-    """The last round of a call: what the committer decides is the outcome. Return its value on every rank.
+    """Run the last round of a call, whose decision is the outcome. Return its value on every rank.
 
-    heard: committer: the reports of the others, if it has heard them already.
+    heard: committer: the reports of the others, if it has already received them.
     """
     if not context.is_committer:
         context.is_decidable = True
@@ -82,17 +81,17 @@ def agree(
     if "committing" in context.transitions:
         context.enter("committing")
     value = yield Do("prepare", partial(decide, {**heard, context.rank: mine}))
-    # The point of no return: nothing can abandon the call after this claim. Of a save, only this rank acts.
+    # The point of no return: nothing can abandon the call after this claim.
     context.is_decidable = True
     yield from _claim_agreed(context, value)
     return value
 
 
 def agree_on_replicas(context: Context, job: SaveActions) -> Steps:
-    """Return which replica this rank holds of each row whose replica nobody declared.
+    """Return this rank's replica index of each row whose replica index is undeclared.
 
-    Mostly every rank holds the same names, and one round of digests shows it. Only where they differ
-    does every rank send its list. Ranks without such rows report that and go on.
+    Usually every rank holds the same names, which one round of digests confirms. Only if they differ does
+    every rank send its list. Ranks without such rows report that and continue.
     """
     mine = yield Do("row_digest", job.row_digest)
     digest = RowDigest(mine, job.copies())
@@ -143,7 +142,7 @@ def act(context: Context, job: TaskActions) -> Steps:
             raise DeadlineExceeded(
                 f"{context.who} did not do its part in {context.deadline}.", rank=context.rank
             )
-        # Only its own end wakes this rank here, so it looks for the outcome at growing intervals.
+        # Only the end of its own work wakes this rank, so it polls for the outcome at growing intervals.
         pause = min(1.3 * pause, SELDOM)
         yield Do("rest", partial(job.wait, min(pause, watch.patience())))
 
@@ -160,7 +159,8 @@ def collect(
     that names the missing ranks.
 
     poll: raises errors of this rank's own work meanwhile.
-    instead: steps with the reports so far and all ranks, before the wait is told; they may end it.
+    instead: steps to run before a long wait is reported, given the reports so far and all ranks; they may end
+        the wait.
     """
     reports: dict[int, Any] = {context.rank: mine}
     missing = deque(sorted(rank for rank in ranks if rank != context.rank))
@@ -170,7 +170,7 @@ def collect(
     while missing:
         context.on_wait(list(islice(missing, QUOTED)))
         yield Do("poll", poll)
-        # Bounded requests, however large the world. Before ranks are looked at, they are asked once more.
+        # Batches of bounded size. Reports are read once more before their ranks are polled.
         looks = watch.is_due
         some = [missing.popleft() for _ in range(min(LOOKED_AT if looks else ask, len(missing)))]
         keys = [context.key_of(topic, rank) for rank in some]
@@ -190,10 +190,10 @@ def collect(
         if late and looks:
             yield from watch.look(late, len(late) + len(missing))
         if looks and not watch.suspects:
-            missing.extend(late)  # the next look is at others
+            missing.extend(late)  # so that the next poll covers others
         else:
             missing.extendleft(reversed(late))
-        # Where one has not come, the next ones may not have either: the first of them wakes this rank.
+        # After a missing report the next ones may be missing too, so wait for the first of them.
         ask = FEWEST if late else min(2 * ask, MOST)
         if late:
             yield Pause(context.key_of(topic, missing[0]), watch.patience())
@@ -204,14 +204,14 @@ def collect(
 def wait_for(context: Context, key: str, what: str, kind: MessageType | None = None, bell: str = "") -> Steps:
     """Return the message that the committer puts under a key; raise the error if the call is abandoned.
 
-    bell: another key that comes after the message. It, or `key` itself, comes also if the call is abandoned.
+    bell: another key that is set after the message. It, or `key`, is also set when the call is abandoned.
     """
     watch = PeerMonitor(context, what)
     context.on_wait([context.committer])
     bell = bell or key
     while True:
         message, outcome = yield Get([key, context.outcome_key])
-        # First, because who abandons the call writes an empty answer after that.
+        # Checked first, because a rank that abandons the call writes an empty answer afterwards.
         learn(context, outcome)
         if message is not None:
             context.on_wait(None)
@@ -219,17 +219,17 @@ def wait_for(context: Context, key: str, what: str, kind: MessageType | None = N
             return message if kind is None else from_roster(message, kind, context.committer)
         yield from watch.look([context.committer])
         if (yield Pause(bell, watch.patience())):
-            bell = key  # the message may be on its way on another connection
+            bell = key  # the message may still be in transit on another connection
 
 
 def _claim_agreed(context: Context, value: object = None) -> Steps:
     agreed = Outcome("agreed", context.rank, abandoned=context.abandoned, value=value)
-    # It raises if another rank has abandoned the call first: then nothing may be put in place.
+    # Raises if another rank has abandoned the call first: then nothing may be published.
     learn(context, (yield Claim(context.outcome_key, to_message(agreed))))
 
 
 def learn(context: Context, outcome: Message | None) -> None:
-    """Note the outcome of this call, if there is one yet. Raises the error of one that is `abandoned`."""
+    """Record the outcome of this call, if it exists. Raises the error of an `abandoned` outcome."""
     if outcome is not None:
         context.known_outcome = from_roster(outcome, Outcome)
         if context.known_outcome.state == "abandoned":

@@ -1,4 +1,4 @@
-"""Runs a protocol: its effects on a roster and a clock, its waits under a deadline.
+"""Run a protocol: execute its effects on a roster and a clock, under a deadline.
 
 Storage and the message store may block for ever, so they are called on a worker thread. The caller waits for
 the worker until the deadline plus a short grace. If the worker is stuck, the caller raises the error of the
@@ -37,13 +37,13 @@ from holdfast._threads import start_thread
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RankInfo, from_message
 
 GRACE = 0.75
-"""Seconds past the deadline, or after the others gave up, in which a worker may still return by itself."""
+"""Seconds past the deadline, or after the others gave up, within which a worker may still return."""
 CHECK = 0.25
-"""Seconds after which a worker that waits looks whether it was cancelled; that asks no store."""
+"""Seconds between two checks of a waiting worker for cancellation; they send no messages."""
 LAST_CALL = 0.5
-"""Seconds that a worker then has to notice that it was cancelled."""
+"""Seconds within which a cancelled worker should notice that."""
 TIDY = 30.0
-"""Seconds after its success that a call waits for the removal of files that are no longer needed."""
+"""Seconds that a successful call waits for the removal of files that are no longer needed."""
 SUCCESS = ("committed", "loaded", "chosen", "done")
 UNSURE = ("written", "committing", "unconfirmed")
 
@@ -69,7 +69,7 @@ class Cancel:
 
 
 def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) -> object:
-    """Run a protocol to its end on this thread; return its result."""
+    """Run a protocol to completion on this thread; return its result."""
     result: object = None
     error: BaseException | None = None
     while True:
@@ -130,7 +130,7 @@ class CallSteps(NamedTuple):
     """The protocols of one call, in the order in which they run."""
 
     meet: Steps
-    """Derives the key of the call, and shows this rank in it."""
+    """Derives the key of the call, and publishes this rank's presence in it."""
     body: Steps
     leave: Steps
     """Deletes messages; its errors are ignored."""
@@ -138,7 +138,7 @@ class CallSteps(NamedTuple):
 
 @dataclass
 class _Ended:
-    """How a call ended on this rank: with a value or an error, once it is `known`."""
+    """The result of a call on this rank: a value or an error, once `known` is set."""
 
     known: threading.Event = field(default_factory=threading.Event)
     value: object = None
@@ -205,10 +205,10 @@ def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, 
 
 
 def _told(bug: BaseException, context: Context, roster: Roster, presence: Presence) -> HoldfastError:
-    """Tell the other ranks of an error in the protocol itself; return it as the error of this call."""
+    """Send an error in the protocol itself to the other ranks; return it as the error of this call."""
     error = HoldfastError(f"{context.title} failed on {context.who}: {bug!r}", rank=context.rank)
     error.__cause__ = bug
-    with suppress(Exception):  # telling it must not hide it
+    with suppress(Exception):  # a failure to send it must not hide it
         if context.key:
             perform(abandon(context.key, context.rank, error), roster, presence, Cancel())
     return error
@@ -239,13 +239,13 @@ def _wait(done: threading.Event, ended: _Ended, context: Context, presence: Pres
 
 
 def _others_error(presence: Presence) -> HoldfastError | None:
-    """Return the error with which the others abandoned the call, if the heart has seen it."""
+    """Return the error with which the others abandoned the call, if the heart has read it."""
     outcome = from_roster(presence.outcome, Outcome) if presence.outcome is not None else None
     return from_message(outcome.error) if outcome is not None and outcome.state == "abandoned" else None
 
 
 def _stuck(context: Context, presence: Presence) -> HoldfastError:
-    """Return the error for a worker of this rank that does not come back."""
+    """Return the error for a stuck worker of this rank."""
     error = _others_error(presence)
     if error is not None:
         return error

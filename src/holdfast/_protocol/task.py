@@ -1,5 +1,5 @@
-"""A collective task: work that all ranks do at one time, on a thread, under a deadline, while each shows
-where it is."""
+"""A collective task: work that all ranks do together, on a thread, under a deadline, with published
+progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast._values import Message
 from holdfast.errors import HoldfastError
 
 _started: list[threading.Thread] = []
-"""Threads of tasks; those that have ended are dropped."""
+"""Running threads of tasks."""
 
 
 def _fail_with_stuck_threads() -> Failure | None:
@@ -44,7 +44,7 @@ class CollectiveTask:
         self.operation.context.hint = "Look at that rank's log, or at its stack (py-spy dump --pid)."
         self.roster = call.roster
         self.collect_error: HoldfastError | None = None
-        """What keeps this rank from its part; told to the others."""
+        """An error that prevents this rank from doing its part; sent to the others."""
         self._doing = ""
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
@@ -59,7 +59,7 @@ class CollectiveTask:
             result: Message = self.operation.run(steps, self.collect_error)
             return result
         finally:
-            # A circle would keep this task, and its groups, to the next collection.
+            # A reference cycle would keep this task and its groups until the next garbage collection.
             context.explain, context.suspicion = None, lambda seen: 0
             _started[:] = [thread for thread in _started if thread.is_alive()]
             self.operation.presence.more = dict  # no reference cycle: groups go when their last user does
@@ -73,34 +73,34 @@ class CollectiveTask:
         return {rank: {} for rank in contributions}
 
     def execute(self, answer: Message) -> Message:
-        """Do this rank's part, on a thread of its own. By default there is none, and ranks only meet."""
+        """Do this rank's part, on its own thread. By default nothing: the ranks only meet."""
         return {}
 
     def finish(self, reports: dict[int, Message]) -> Message:
         return {}
 
     def better(self, error: HoldfastError) -> HoldfastError | None:
-        """Return an error that says more than one that this rank met, for example from the presence of other
-        ranks."""
+        """Return a more informative error in place of one of this rank, for example from the presence of
+        other ranks; None if there is none."""
         return None
 
     def suspicion(self, seen: Seen) -> int:
-        """Return a number that is lower, the more a late rank is suspected of keeping the others."""
+        """Return a sort key: lower for ranks that more likely delay the others."""
         return 0
 
     def now(self) -> Message:
-        """Return values for programs, which presence messages carry."""
+        """Return machine-readable values for the presence messages."""
         return {}
 
     # -- called by the protocol -------------------------------------------------------------------
 
     def doing(self, what: str) -> None:
-        """Note what this rank is doing; that counts as progress."""
+        """Record the current activity of this rank; counts as progress."""
         self._doing = what
         self.operation.tick()
 
     def phrase(self) -> str:
-        """Say what this rank is doing, for people."""
+        """Return the current activity as text."""
         return self._doing
 
     def begin(self, answer: Message) -> None:

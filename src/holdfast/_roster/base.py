@@ -1,8 +1,8 @@
-"""The coordination store: small messages between ranks, under keys, with no collective.
+"""The message store between ranks: a key-value store of small messages, used without collectives.
 
-A message is a JSON object. It is written once, or by one rank only, except by `claim`, the one operation that
-decides, and `count`. A roster never interprets messages, and never unpickles anything that it receives. If
-the store behind it is gone, every method raises `RosterLost`.
+A message is a JSON object. Each key is written once, or by one rank only, except through the atomic
+operations `claim`, which makes decisions, and `count`. A roster never interprets messages, and never
+unpickles anything that it receives. If the store behind it is gone, every method raises `RosterLost`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.errors import HoldfastError, RosterLost
 
 
 class Roster(Protocol):
-    """The ranks, and the messages between them."""
+    """One rank's connection to the message store of all ranks."""
 
     rank: int
     world_size: int
@@ -26,11 +26,11 @@ class Roster(Protocol):
     def put(self, key: str, message: Message) -> None: ...
 
     def get(self, keys: Sequence[str]) -> list[Message | None]:
-        """Return the messages that are there now; None for each that is not. Never waits."""
+        """Return the messages under these keys; None for each missing one. Does not wait for them."""
         ...
 
     def claim(self, key: str, message: Message) -> Message:
-        """Put the message unless the key has one already; return the message that the key has now. Atomic."""
+        """Set the message if the key is unset; return the message that is then stored. Atomic."""
         ...
 
     def count(self, key: str) -> int:
@@ -39,48 +39,46 @@ class Roster(Protocol):
         ...
 
     def wait(self, key: str, seconds: float) -> bool:
-        """Wait until the key is there, at most so long (by the real clock); return whether it is."""
+        """Wait up to `seconds` (real time) until the key is set; return whether it is."""
         ...
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove messages and counters; a missing one is no error."""
+        """Remove messages and counters; missing keys are ignored."""
         ...
 
     def job(self) -> str:
-        """Return a name of this job that all its ranks share, and no other job has."""
+        """Return a name of this job: equal on all its ranks, and unique to it."""
         ...
 
     def lane(self, name: str) -> Roster:
-        """Return a roster of the same ranks with separate messages, for concurrent work. Kept."""
+        """Return a roster of the same ranks with its own key namespace, for concurrent calls. Cached."""
         ...
 
     def base(self) -> Roster:
-        """Return the roster of the same ranks outside of all lanes. Kept."""
+        """Return the roster of the same ranks outside all lanes. Cached."""
         ...
 
     def bounded(self) -> Roster:
-        """Return a roster of the same messages whose calls raise RosterLost if the store does not answer
-        within a few seconds; those of other rosters may wait as long as it takes. Kept."""
+        """Return a roster over the same messages whose calls raise RosterLost if the store does not answer
+        within a few seconds. Other rosters wait without a limit. Cached."""
         ...
 
     def way(self) -> tuple[str, str]:
-        """Return the address of this host on its way to the store, and that of the store's host; empty where
-        that is not known."""
+        """Return the local and remote IP addresses of the connection to the store; empty if unknown."""
         ...
 
     def serves(self) -> bool:
-        """Return whether the store is in this process, so that it ends with it."""
+        """Return whether this process hosts the store, which then ends with it."""
         ...
 
 
 def is_foreign(error: HoldfastError) -> bool:
-    """Return whether a message was refused because no rank of this job has written it: the store answers."""
+    """Return whether the error is a message without this job's seal. (The store itself still answers.)"""
     return bool(error.details.get("foreign"))
 
 
 def get_ours(roster: Roster, keys: Sequence[str]) -> list[Message | None]:
-    """Return the messages that are there now, as `get` does; None also for each that is not of this job. For
-    those who can go on without."""
+    """Like `get`, but return None for messages of other jobs instead of raising. For optional messages."""
     try:
         return roster.get(keys)
     except RosterLost as error:

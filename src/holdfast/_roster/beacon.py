@@ -1,8 +1,7 @@
-"""The presence message of this rank, and what renews it: one beacon for all operations and sessions of a
-rank.
+"""The beacon: publishes and renews the presence message of this rank for all its operations and sessions.
 
-At every beat the heart sends the message, looks how the operations go, watches the neighbours, and answers
-where this rank is.
+At every beat the heart sends the message, polls for the outcomes of operations, checks the neighbours, and
+answers requests for this rank's stack.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from holdfast._values import Message
 from holdfast.errors import RosterLost
 
 BEAT = 1.0
-"""Seconds between two beats; more in a large world, whose store answers a hundred thousand questions a
-second. There a beat only looks how the operations go; the rest comes at the `pace` of all looks."""
+"""Seconds between two beats; more in a large world, to limit the load of the message store (about 100,000
+requests per second). There, a beat only polls for outcomes; the rest happens at `pace`."""
 
 
 SEE_OFF = 30.0
-"""Seconds that a process with the message store stays for ranks that are stopped, at most."""
+"""Maximum seconds that a process which hosts the message store waits for ranks to leave."""
 
 
 class Presence:
-    """One operation of this rank, as the rank's message shows it."""
+    """One operation in this rank's presence message."""
 
     def __init__(self, roster: Roster, title: str, participants: Sequence[int] = ()) -> None:
         self.beacon = beacon_of(roster)
@@ -45,21 +44,21 @@ class Presence:
         """Identifies the call, beside `key` (`protocol.rendezvous.CallSignature`)."""
         self.phase, self.progress = "entered", 0
         self.others = 0
-        """Counts the progress of ranks that this one waits for."""
+        """Counts progress of awaited ranks, passed on to ranks that wait for this one."""
         self.waiting_for: list[int] | None = None
         self.deadline: Deadline | None = None
-        """When the operation ends without those that it waits for."""
+        """When the operation fails if awaited ranks do not arrive."""
         self.is_working = False
         self.answered = 0.0
         """When the message store last answered the thread of this operation, by the monotonic clock."""
         self.outcome: Message | None = None
-        """How the operation was decided, once the heart has seen that."""
+        """The outcome of the operation, once the heart has read it."""
         self.looks = 0
-        """How often the heart has looked for that."""
+        """Number of times that the heart has polled for the outcome."""
         self.more: Callable[[], Message] = dict
-        """Returns more of the message: `doing`, which errors quote, and values for programs."""
+        """Returns more fields of the message: `doing`, which errors quote, and machine-readable values."""
         self.look: Callable[[Roster], None] = lambda roster: None
-        """Called at every beat: looks how the operation goes, because its own thread may be stuck."""
+        """Called at every beat to poll for the outcome, because the operation's own thread may be stuck."""
         self.on_gone: Callable[[int, Gone], None] = lambda rank, gone: None
         """Called on the heart's thread if a neighbour among the participants has ended."""
         self.on_lost: Callable[[RosterLost], None] = lambda error: None
@@ -67,7 +66,7 @@ class Presence:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Mark the code inside as this rank's own work or a callback; code outside talks to the message
+        """Mark a section as this rank's own work or a callback. Code outside of it calls the message
         store."""
         self.is_working = True
         try:
@@ -76,11 +75,11 @@ class Presence:
             self.is_working = False
 
     def wait_for(self, ranks: Sequence[int] | None) -> None:
-        """Note the ranks that this rank waits for; None if it works."""
+        """Set the ranks that this rank waits for; None if it is working."""
         self.waiting_for = None if ranks is None else list(ranks)
 
     def pass_on_progress(self) -> None:
-        """Show that a rank for which this one waits goes on."""
+        """Publish that an awaited rank has made progress."""
         self.others += 1
 
     def record(self) -> Message:
@@ -98,13 +97,14 @@ class Presence:
         }
 
     def begin(self, operation: str, beats: bool) -> None:
-        """Show this rank in an operation; renew that from now on if it `beats`."""
+        """Add an operation to the message and send it. beats: keep renewing it from now on."""
         self.operation = operation
         self.beacon.add(self, beats)
         self.beacon.send()
 
     def leave(self) -> None:
-        """Show that the operation is over on this rank, so that errors of others can quote how it ended."""
+        """Publish that the operation is over on this rank, so that errors of other ranks can quote its
+        result."""
         if self.operation:
             self.beacon.meet(self)
             self.beacon.remove(self)
@@ -127,41 +127,40 @@ class Beacon:
         self.interval = max(BEAT, roster.world_size / 1000)
         self.pace = pace(roster.world_size)
         self._due = 0.0
-        """When the message is to be renewed, by the monotonic clock."""
+        """When the message is due for renewal, by the monotonic clock."""
         self.watch = Watch(self.who, self._listens_at, self._hurry, self.pace)
         self.answering = Answering(roster.rank)
         self.report_after = Limits().report_after
         self.ended = ""
         """How the program has ended, once it has."""
-        self._roster = ref(roster)  # which keeps this
+        self._roster = ref(roster)  # weak, because the roster keeps this object alive
         self._operations: dict[tuple[int, str], Presence] = {}
         self._beating: set[object] = set()
         self._last: Message = {}
         self._left_with: Sequence[int] = ()
-        """The ranks of the operation that this one was in last."""
+        """The participants of the last operation."""
         self._beats = 0
         self._lock = threading.Lock()
 
     def set_limits(self, limits: Limits) -> None:
-        """Tell waits and lost hosts after these seconds."""
+        """Set the timeouts for reports of long waits and for lost hosts."""
         self.report_after, self.watch.lost_after = limits.report_after, limits.lost_after
         self.keep_pace(limits.stall_timeout)
 
     def keep_pace(self, stall_timeout: float | None) -> None:
-        """Renew the message often enough for those who give up a rank after so many seconds without any."""
+        """Renew the message often enough for a call with this `stall_timeout`."""
         if stall_timeout is not None:
             self.pace = min(self.pace, stall_timeout / 4)
 
     def end(self, how: str) -> None:
-        """Say that the program of this rank has ended: nobody is to wait for it any more."""
+        """Announce that the program of this rank has ended, so that no rank waits for it any more."""
         self.ended = how
         with suppress(RosterLost):
             self.send(self._bounded())
 
     def see_off(self, seconds: float = SEE_OFF) -> None:
-        """Wait until the others have left the operation that this rank has left last: they still read its
-        outcome, in a message store that ends with this process, or with its process group. At most for
-        `seconds`, and at once where another process serves the store."""
+        """If this process hosts the message store: wait up to `seconds` until the other ranks have left the
+        last operation, because they still read its outcome from the store."""
         roster, ends = self._bounded(), time.monotonic() + seconds
         with suppress(RosterLost):
             others = [rank for rank in self._left_with if rank != self.who.rank]
@@ -194,7 +193,7 @@ class Beacon:
     def send(self, roster: Roster | None = None) -> None:
         roster = roster or self._roster()
         if roster is not None:
-            # Not under the lock: the store may not answer, and `remove` must not wait for it.
+            # Outside the lock: the store may not answer, and `remove` must not wait for it.
             roster.put(at_key(self.who.rank), self.message())
 
     def add(self, presence: Presence, beats: bool) -> None:
@@ -207,22 +206,22 @@ class Beacon:
     def remove(self, presence: Presence) -> None:
         with self._lock:
             if self._operations.pop((id(presence), presence.operation), None) is not None:
-                # Kept in the message: an error can say how this rank's last call ended.
+                # Kept in the message, so that errors can quote the result of this rank's last call.
                 self._last = {"key": presence.operation, **presence.record()}
                 self._left_with = presence.participants
         self.watch.end(presence)
         self.let_go(presence)
 
     def meet(self, presence: Presence) -> None:
-        """Beat on after a call if a neighbour in it is on another host. Between calls, too, only who speaks
-        and can be reached can be missed."""
+        """Keep beating after a call if a neighbour in it is on another host: a later failure is detected only
+        for ranks that had renewed their messages and were reachable."""
         roster = self._bounded()
         if roster is not None and presence in self._beating and self.watch not in self._beating:
             with suppress(RosterLost):
                 self.watch.meet(presence.participants, roster)
             if self.watch.is_far:
                 self.keep(self.watch)
-                self._hurry()  # to have a path soon
+                self._hurry()  # to connect soon
 
     def keep(self, user: object) -> None:
         """Beat for as long as `user` needs it. Raises HoldfastError if no thread can be started."""
@@ -231,7 +230,7 @@ class Beacon:
             first = not self._beating
             self._beating.add(user)
             if first:
-                # Who enters an operation has just sent it; `install` has sent nothing yet.
+                # Entering an operation has just sent the message; `install` has not.
                 self._due = time.monotonic() + self.pace - self.interval / 2 if self._operations else 0.0
         if first:
             heart.begin(self, self.interval * (1 + spread(self.who.rank)) / 2)
@@ -249,7 +248,7 @@ class Beacon:
         heart.hurry(self)
 
     def beat(self) -> None:
-        """Renew the message, and look at what others depend on; on the heart's thread."""
+        """Renew the message, poll for outcomes, and check the neighbours. Runs on the heart's thread."""
         bounded = self._bounded()
         if bounded is None:
             self._stop()
@@ -263,7 +262,7 @@ class Beacon:
                 self.send(bounded)
             for presence in self.operations:
                 self._look(presence, bounded)
-        except RosterLost as error:  # the operations themselves meet it, too, and raise it
+        except RosterLost as error:  # the operations get the same error and raise it
             if error.details.get("destroyed"):
                 self._stop()
             for presence in self.operations:
@@ -277,7 +276,7 @@ class Beacon:
         try:
             presence.look(bounded)
         except RosterLost as error:
-            if not is_foreign(error):  # else the store answers, and the others are looked after
+            if not is_foreign(error):  # a foreign message: the store itself works
                 raise
 
     def _stop(self) -> None:

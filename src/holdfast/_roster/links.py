@@ -1,5 +1,4 @@
-"""Connections that are held open between ranks of different hosts, so that the kernel tells when a process
-ends.
+"""TCP connections between ranks on different hosts, by which the kernel reports the end of a process.
 
 A rank listens on a port. Another connects, and reads the token that this rank has published in the message
 store; nothing is sent back, so there is nothing to parse. The kernel accepts connections and answers probes
@@ -25,33 +24,33 @@ from enum import Enum, auto
 from holdfast._heart import heart
 
 BACKLOG = 128
-"""Connections that the kernel accepts while the process does not, and that are taken between two beats."""
+"""The listen backlog, and the maximum number of connections accepted between two beats."""
 HELD = 64
-"""Connections that are held open; for more, which strangers make, the oldest are closed."""
+"""Maximum open connections; beyond it (unknown clients), the oldest are closed."""
 CONNECT_WITHIN = 1.0
-"""Seconds for a connection; a host that is there answers in milliseconds."""
+"""Connect timeout in seconds; a reachable host answers in milliseconds."""
 _PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 6}
 """The kernel probes a connection without data every 2 s; after six probes it is broken."""
 _UNANSWERED = 2
-"""Probes in a row without an answer, after which the other host does not answer."""
+"""Consecutive unanswered keepalive probes after which the other host counts as unreachable."""
 _RESET = struct.pack("ii", 1, 0)
-"""struct linger: the connection ends by a reset, which nobody takes for the end of this process."""
+"""struct linger: close with a reset (RST), which peers do not take for the end of this process."""
 _NO_ANSWER = {None, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
-"""What a connection raises if the other host does not answer; None: `TimeoutError` of Python's own."""
+"""errno values for an unreachable host; None: Python's own `TimeoutError`."""
 _BYE = b"!"
 """Sent by a process that stops listening and goes on; no token has this character."""
 
 
 class Listener:
-    """The port at which the kernel answers for this process.
+    """The listening socket of this process.
 
-    address: that of this host. on_knock: called when somebody has connected.
+    address: the IP address of this host. on_knock: called when a client has connected.
     """
 
     def __init__(self, address: str, token: str, on_knock: Callable[[], None]) -> None:
         self._token, self._on_knock = token.encode(), on_knock
         self._held: dict[socket.socket, None] = {}
-        """The oldest first."""
+        """Accepted connections, oldest first."""
         self._socket = socket.create_server(
             (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=BACKLOG
         )
@@ -102,10 +101,10 @@ class Listener:
 
 
 class Path(Enum):
-    """What the kernel says of a process at the other end."""
+    """The state of the process at the other end of a connection, from the kernel."""
 
     OPEN = auto()
-    """It is there."""
+    """It is alive."""
     ENDED = auto()
     """It has ended: its kernel has closed the connection in order, and its port refuses another."""
     REFUSED = auto()
@@ -117,20 +116,20 @@ class Path(Enum):
 
 
 class Link:
-    """A connection to one rank's process, held open. on_end: called when the connection has ended."""
+    """A permanent connection to one rank's process. on_end: called when the connection has ended."""
 
     def __init__(self, address: str, port: int, token: str, on_end: Callable[[], None]) -> None:
         self._place, self._token, self._on_end = (address, port), token.encode(), on_end
         self._socket: socket.socket | None = None
         self._received = b""
         self._verified = False
-        """Whether the token has come."""
+        """Whether the token has been received."""
         self._closed = False
         """Whether a connection over which the token had come was closed in order, and none was made since."""
         self._over = False
 
     def look(self) -> Path:
-        """Return what is known now; connects first, if there is no connection."""
+        """Return the current state; connects first if there is no connection."""
         if self._over:
             return Path.UNKNOWN
         if self._socket is None:
@@ -187,12 +186,12 @@ class Link:
 
 
 def _unanswered(connection: socket.socket) -> int:
-    """Return how many probes in a row have had no answer by now."""
+    """Return the number of consecutive unanswered keepalive probes."""
     # `tcpi_probes` is the fourth byte of struct tcp_info, of linux/tcp.h.
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[3]
 
 
 def knock(address: str, port: int) -> None:
-    """Wake a process that listens there."""
+    """Wake the heart of a process by connecting to its port."""
     with suppress(OSError):
         socket.create_connection((address, port), CONNECT_WITHIN / 5).close()

@@ -1,4 +1,4 @@
-"""A roster inside one process: for ranks that are threads (in tests), and for a process alone."""
+"""An in-process roster: for ranks that are threads (in tests), and for single-process calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MemoryRoster:
         self.board: Board = board or Board()
         self._lanes: dict[str, MemoryRoster] = {}
         self._base: MemoryRoster | None = None
-        """The roster outside of all lanes; None for that one itself."""
+        """The roster outside all lanes; None if this is it."""
 
     def put(self, key: str, message: Message) -> None:
         with self.board.changed:

@@ -1,4 +1,4 @@
-"""Watch the ranks beside this one, and tell all others when the kernel says that one has ended.
+"""Watch the neighbour ranks of this one, and publish the end of a neighbour's process.
 
 The ranks of a circle watch the one before and the one after each of them: so every rank is watched twice,
 however many there are, and where several end at once, those at the edges are seen. Of a process of this
@@ -32,24 +32,24 @@ from holdfast._roster.process import ENDED, Identity
 from holdfast.errors import RosterLost
 
 LOST_AFTER = 120.0
-"""Seconds after which a host that does not answer counts as gone."""
+"""Seconds after which an unresponsive host counts as lost."""
 LONGEST_TURN = 5.0
 """Seconds between two looks that count towards `lost_after` at most: more is this process's own absence. In
 a large world, twice the pace of its looks."""
 MISSED = 3
-"""Messages of a rank that are missing, before it counts as silent."""
+"""Number of missing messages after which a rank counts as silent."""
 PASSED = 8
-"""Ranks that have ended, on each side of this one, that are looked at: they may speak again."""
+"""Ended ranks on each side of this one that are still polled, because they may send a message again."""
 RESTING = 8
-"""Neighbours of earlier circles whose connections are kept, at most."""
+"""Maximum connections kept to neighbours of earlier circles."""
 KEPT = 4
-"""Circles of calls that are over in which neighbours of other hosts are watched on, at most."""
+"""Maximum circles of finished calls whose neighbours on other hosts are still watched."""
 HASTY = 20
-"""Looks in quick succession until a new neighbour of another host can be reached, at most."""
+"""Maximum number of quick polls until a new neighbour on another host is connected."""
 
 
 class Neighbour:
-    """One rank that this one watches."""
+    """A watched rank."""
 
     def __init__(self, rank: int, vitals: Vitals, store_address: str, hurry: Callable[[], None]) -> None:
         self.rank, self.vitals = rank, vitals
@@ -74,9 +74,9 @@ class Neighbour:
         self.beat = -1
         self.looked = time.monotonic()
         self.is_quiet = False
-        """Has it not renewed its message between the last two looks?"""
+        """Whether it did not renew its message between the last two polls."""
         self.is_there = False
-        """Did the kernel answer for its process at the last look?"""
+        """Whether its process was alive at the last poll, by the kernel."""
 
     def _ended(self, hurry: Callable[[], None]) -> None:
         self._forget_fd()
@@ -113,7 +113,7 @@ class Neighbour:
         return f"its host has not answered for {self.silent:.0f} s"
 
     def rest(self) -> None:
-        """Do not count the time until the next look."""
+        """Exclude the time until the next poll."""
         self.silent, self.heard_by, self.looked = 0.0, {}, time.monotonic()
 
     def is_heard(self, others: dict[int, Seen], pace: float) -> bool:
@@ -143,7 +143,7 @@ class Neighbour:
 
 
 class Circle(NamedTuple):
-    """Ranks that watch each other, and who hears of an end."""
+    """A ring of ranks in which each watches its neighbours, and the callback for an end."""
 
     ranks: Sequence[int]
     on_gone: Callable[[int, Gone], None]
@@ -162,20 +162,20 @@ class Watch:
     ) -> None:
         self.lost_after = LOST_AFTER
         self.is_far = False
-        """Has a neighbour been on another host? Then it is watched also between calls."""
+        """Whether a neighbour has been on another host: such neighbours are also watched between calls."""
         self._who, self._rank, self._on_port, self._hurry, self._pace = who, who.rank, on_port, hurry, pace
         self._circles: dict[object, Circle] = {}
         self._kept: dict[tuple[int, ...], None] = {}
         """Circles of calls that are over, the latest last."""
         self._met: set[int] = set()
-        """Ranks of which is known whether they are on another host."""
+        """Ranks whose host (this one or another) is known."""
         self._neighbours: dict[int, Neighbour] = {}
         self._resting: dict[int, Neighbour] = {}
-        """Those that are watched no more but have a connection, the latest last."""
+        """Neighbours that are no longer watched, but still connected; latest last."""
         self._over: dict[int, Gone] = {}
         """Ranks that have ended."""
         self._untold: set[int] = set()
-        """Of these, the ranks that the store has not heard of yet."""
+        """Ended ranks that are not published in the message store yet."""
         self._hasty = 0
         self._listener: Listener | None = None
 
@@ -193,7 +193,7 @@ class Watch:
                 self._kept.pop(oldest, None)
 
     def meet(self, ranks: Sequence[int], roster: Roster) -> None:
-        """Look whether the neighbours in a circle are on other hosts, unless that is known. On any thread."""
+        """Find out which neighbours in a circle are on other hosts. On any thread."""
         near, _ = self._around(self._rank, ranks)
         if not self.is_far and not near <= self._met:
             shown = {rank: one.vitals for rank, one in see(roster, sorted(near)).items()}
@@ -235,20 +235,20 @@ class Watch:
             self._on_port("", 0)
 
     def near(self) -> list[int]:
-        """Return the neighbours that have shown themselves."""
+        """Return the neighbours that have sent a presence message."""
         return list(self._neighbours)
 
     def held_here(self) -> list[int]:
-        """Return the neighbours on this machine whose heart may not run."""
+        """Return the neighbours on this machine whose heart thread may be blocked."""
         near = self._neighbours.items()
         return [rank for rank, one in near if one.is_quiet and one.vitals.who.is_of_this_machine()]
 
     def cut_off(self) -> dict[int, float]:
-        """Return the neighbours that can't be reached now, and for how many seconds."""
+        """Return the currently unreachable neighbours, with the seconds since when."""
         return {rank: one.silent for rank, one in list(self._neighbours.items()) if one.silent}
 
     def hears(self) -> list[int]:
-        """Return the neighbours for whose processes the kernel answers, for their neighbours elsewhere."""
+        """Return the neighbours whose processes are observably alive, for the presence message."""
         near = list(self._neighbours.items()) if self.is_far else []
         return [rank for rank, one in near if one.is_there]
 
@@ -278,7 +278,7 @@ class Watch:
         return sorted(near), sorted({rank for _, some in found for rank in some} - near)
 
     def _let_rest(self, near: Sequence[int]) -> None:
-        """Keep the connections to those who are neighbours no more: they may become that again."""
+        """Keep the connections of former neighbours, because they may become neighbours again."""
         for rank in set(self._neighbours) - set(near):
             one = self._neighbours.pop(rank)
             if one.link is None:
@@ -309,7 +309,7 @@ class Watch:
 
     def _find_gone(self, rank: int, known: Neighbour, how: str, roster: Roster) -> None:
         who = known.vitals.who
-        # Who watches it from its other side may have a path to it.
+        # Its neighbour on the other side may have a connection to it.
         others = {
             other for ranks in self._all_circles() if rank in ranks for other in self._around(rank, ranks)[0]
         }

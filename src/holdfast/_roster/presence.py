@@ -1,12 +1,14 @@
-"""Presence: what each rank shows of itself in the message store, and what can be known of it besides.
+"""Presence messages: the state that each rank publishes in the message store, and checks of its process.
 
-`at/<rank>` says who the process is, and for each operation of the rank its phase, the bytes moved so far, and
-the ranks that it waits for, if it does not work. Errors quote it about a missing rank. The heart renews it
-while the rank is in an operation or in a session, also while the rank is deep in a system call.
+`at/<rank>` identifies the process and lists the operations of the rank, each with its phase, the bytes
+transferred so far, and the ranks that it waits for. Errors about a missing rank quote it. The heart renews it
+while the rank is in an operation or a session, also during long system calls.
 
-A message that is not renewed proves nothing: the process may hold the GIL, or be stopped. Whether it is
-there, the kernel says: of a process of this machine directly, of others by `gone/<rank>`, which a neighbour
-writes that can see it (`neighbours`). A process that has spoken after that has not ended.
+A message that is not renewed proves nothing: the process may hold the GIL, or be stopped. Only the kernel
+knows
+whether a process is alive: for processes of this machine it is asked directly; for others, a neighbour that
+can observe the process writes `gone/<rank>` when it has ended (`neighbours`). A process that renews its
+message after that has not ended.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from holdfast.errors import RankInfo
 
 T = TypeVar("T", bound=msgspec.Struct)
 ANSWERED = 160
-"""Ranks of a large world that look at the message store in one second."""
+"""Polls of the message store per second, over all ranks of a large world."""
 
 
 def pace(ranks: int, stall_timeout: float | None = None) -> float:
-    """Return the seconds between two looks of a rank of so many at the message store. It is woken for what
-    it waits for; looks find what nobody could tell."""
+    """Return the seconds between two polls of the message store by one of `ranks` ranks. Arriving messages
+    wake a waiting rank at once; polls detect failures that no rank could announce."""
     return min(max(1.0, ranks / ANSWERED), 60.0, (stall_timeout or 240.0) / 4)
 
 
 def spread(rank: int) -> float:
-    """Return a part of 1 by which this rank does things later, so that not all do them in one instant."""
+    """Return this rank's share (0 to 1) of a delay that spreads the ranks' requests over time."""
     return rank * 0.618034 % 1.0
 
 
@@ -52,68 +54,66 @@ class Vitals(msgspec.Struct, frozen=True, omit_defaults=True):
 
     who: Identity
     operations: dict[str, Message] = {}
-    """By key, what it is in (`beacon.Presence.record`)."""
+    """Current operations by key (`beacon.Presence.record`)."""
     last: Message = {}
-    """The operation that it was in last."""
+    """The last operation that it left."""
     beat: int = 0
-    """Others compare this count, never `wall`: clocks of hosts differ."""
+    """Count of messages. Others compare it, never `wall`, because the clocks of hosts differ."""
     wall: float = 0.0
     hears: list[int] = []
-    """Neighbours for whose processes the kernel answers this rank; only where some are on other hosts."""
+    """Neighbours whose processes this rank can observe to be alive; only if some are on other hosts."""
     ended: str = ""
-    """How its program has ended, in its own words; "" while it runs."""
+    """How its program has ended, as announced by itself; "" while it runs."""
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """`gone/<rank>`: the word of a rank that has seen the end of another."""
+    """`gone/<rank>`: the report of a rank that has observed the end of another rank's process."""
 
     token: str
-    """Of the process that has ended: the rank may have another one by now."""
+    """`Identity.token` of the ended process: the rank may have a new process by now."""
     how: str
     clean: bool = False
-    """Was its exit code 0, or has it said itself that it ends?"""
+    """Whether its exit code was 0, or it had announced its end."""
     beat: int = 0
-    """Its last `Vitals.beat` by then."""
+    """Its last `Vitals.beat` at that time."""
 
     def is_of(self, vitals: Vitals) -> bool:
-        """Return whether this is about that process, and that has not spoken since."""
+        """Return whether this report is about that process, which has sent no message since."""
         return self.token == vitals.who.token and vitals.beat <= self.beat
 
 
 class Seen(NamedTuple):
-    """What a rank knows of another one now."""
+    """A rank's current knowledge about another rank."""
 
     vitals: Vitals | None = None
-    """None if it has never shown itself."""
+    """Its presence message; None if it has never sent one."""
     ended: str = ""
-    """Why it will not come any more: the kernel says so, or the rank itself; "" if it may come."""
+    """Why it can't arrive any more, by the kernel or its own announcement; "" if it may arrive."""
     gone: Gone | None = None
-    """What a neighbour of it has seen, if it has not spoken since."""
+    """A neighbour's report of its end, if it has sent no message since."""
     there: bool | None = None
-    """Is its process there? None: that can't be seen from here."""
+    """Whether its process is alive; None if this host can't tell."""
     state: str = ""
-    """The state letter of its process, if that can be seen from here."""
+    """The state letter of its process in /proc; "" if not visible from this host."""
 
     def is_in(self, key: str) -> bool:
-        """Does it show itself in an operation?"""
+        """Return whether its message lists an operation."""
         return self.vitals is not None and key in self.vitals.operations
 
     def held(self) -> str:
-        """Say what keeps its process from doing anything, as `it is stopped by a signal (state T)`; "" if
-        nothing does."""
+        """Return why its process can't run, such as `it is stopped by a signal (state T)`; "" if it can."""
         return f"it is {HELD[self.state]} (state {self.state})" if self.state in HELD else ""
 
 
 def see(roster: Roster, ranks: Sequence[int]) -> dict[int, Seen]:
-    """Look at ranks: at what they show, and at their processes."""
+    """Read the presence of ranks, and check their processes."""
     messages = get_ours(roster.base(), [key for rank in ranks for key in (at_key(rank), gone_key(rank))])
     pairs = zip(messages[::2], messages[1::2], strict=True)
     return {rank: judge(*pair) for rank, pair in zip(ranks, pairs, strict=True)}
 
 
 def judge(at: Message | None, gone: Message | None) -> Seen:
-    """Return what is known of a rank by its messages, and by a look at its process, if it is of this
-    machine."""
+    """Combine a rank's messages with a check of its process, if it is on this machine."""
     vitals, witness = read(at, Vitals), read(gone, Gone)
     if vitals is None:
         return Seen()
@@ -129,22 +129,23 @@ def judge(at: Message | None, gone: Message | None) -> Seen:
 
 
 def ended_since(seen: Seen) -> str:
-    """Return how a process has ended, of this machine also since it was looked at; "" if that is unknown."""
+    """Return how a process has ended, with a new check if it is on this machine; "" if it has not, or
+    unknown."""
     if seen.ended or seen.vitals is None or not seen.vitals.who.is_of_this_machine():
         return seen.ended
     return "" if seen.vitals.who.state() else seen.vitals.who.how_it_ended()
 
 
 def read(message: Message | None, kind: type[T]) -> T | None:
-    """Convert a message to its type; None if it does not fit."""
+    """Convert a message to a type; None if it does not match."""
     with suppress(msgspec.ValidationError):
         return None if message is None else msgspec.convert(message, ready(kind))
     return None
 
 
 def describe(rank: int, seen: Seen, wall: float, note: str = "", key: str = "") -> RankInfo:
-    """Describe a rank for an error at the time `wall`: what it says of the operation `key`, or else of its
-    last one."""
+    """Describe a rank for an error at the time `wall` by its message about the operation `key`, or else about
+    its last operation."""
     vitals = seen.vitals
     if vitals is None:
         return RankInfo(rank, note=note)

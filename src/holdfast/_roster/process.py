@@ -1,6 +1,6 @@
-"""What the kernel says of a process: whether it is there, how it ended, what it does.
+"""The state of a process from the kernel: whether it is alive, how it ended, what it is doing.
 
-Nothing here depends on a Python thread of that process: it may hold the GIL for minutes, or be stopped.
+Nothing here needs a Python thread of that process, which may hold the GIL for minutes, or be stopped.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import msgspec
 GONE = "ZX"
 """State letters of a process that has ended; its parent may not have asked for its exit code yet."""
 HELD = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in a system call, mostly of storage"}
-"""What the state letters of processes mean that can't do anything now."""
+"""The meaning of the state letters of processes that can't run."""
 ENDED = "its process has ended"
-"""Of one whose exit code nobody can know."""
+"""The description of an ended process whose exit code is unknown."""
 OOM = "the kernel has killed in this cgroup, as its memory was full"
 UNSEEN = "?"
-"""In place of a state letter that could not be read; nobody has ended for that."""
+"""In place of a state letter that could not be read; not a sign that the process has ended."""
 DUMP_WITHIN = 0.5
 """Seconds to wait for the stack of another process."""
 REST = 0.05
-"""Seconds in which a thread that rests was not woken once."""
+"""Seconds without a wake-up after which a thread counts as resting."""
 _SIGNALS = range(57, 49, -1)
 """Real-time signals that are tried for `StackDump`; few programs use them."""
 _DUMP = "holdfast-stack"
@@ -49,9 +49,9 @@ class Stat(NamedTuple):
     cpu: float
     """Seconds of CPU time, all threads."""
     started: str
-    """Its start in clock ticks: tells a pid that was used again from the old process."""
+    """Start time in clock ticks; distinguishes processes with the same pid."""
     exit_status: int
-    """As `os.waitstatus_to_exitcode` takes it; only of a process that has ended."""
+    """Wait status, as for `os.waitstatus_to_exitcode`; only valid for an ended process."""
 
 
 def _read(path: str) -> str:
@@ -61,9 +61,9 @@ def _read(path: str) -> str:
 
 
 def stat(pid: int) -> Stat | None:
-    """Return what /proc says of a process; None if there is none.
+    """Return the /proc entry of a process; None if it does not exist.
 
-    Raises OSError if that can't be read here, such as for want of descriptors: no sign of anything.
+    Raises OSError if it can't be read, such as without free file descriptors; that proves nothing.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
@@ -96,8 +96,7 @@ def _of_this_process(pid: int) -> tuple[str, str, str]:
 
 
 def oom_kills() -> int:
-    """Return how many processes of this one's cgroup the kernel has killed as its memory was full; 0 where
-    that can't be read."""
+    """Return the number of OOM kills in this process's cgroup; 0 if unknown."""
     for line in _read("/proc/self/cgroup").splitlines():
         _, kinds, path = line.split(":", 2)
         if kinds not in ("", "memory"):
@@ -113,8 +112,8 @@ def oom_kills() -> int:
 
 
 def memory_stall() -> float:
-    """Return the seconds in which something in this one's cgroup, or else on this machine, has waited for
-    memory: for room, or for pages that were taken from it. 0 where the kernel does not tell."""
+    """Return the total memory stall time in seconds (PSI) of this process's cgroup, or else of this machine:
+    waits for free memory and for reclaimed pages. 0 if the kernel does not report it."""
     own = [line[3:] for line in _read("/proc/self/cgroup").splitlines() if line.startswith("0::")]
     for place in (*(f"/sys/fs/cgroup{path}/memory.pressure" for path in own), "/proc/pressure/memory"):
         if (found := re.search(r"^some .* total=(\d+)", _read(place))) is not None:
@@ -124,12 +123,12 @@ def memory_stall() -> float:
 
 @cache
 def _oom_kills_before(pid: int) -> int:
-    """Return how many there were when this process first told of itself."""
+    """Return the number of OOM kills when this process first published its identity."""
     return oom_kills()
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What does not change while a process lives; a part of its presence message."""
+    """The constant properties of a process; a part of its presence message."""
 
     rank: int
     host: str = ""
@@ -137,10 +136,10 @@ class Identity(msgspec.Struct, frozen=True):
     machine: str = ""
     started: str = ""
     token: str = ""
-    """Random; what listens at `port` says it first."""
+    """Random; the listener at `port` sends it first."""
     address: str = ""
     port: int = 0
-    """Where the kernel answers for this process; 0: nowhere."""
+    """A TCP port on which it listens (`links.Listener`); 0: none."""
     dump_signal: int = 0
     dump_file: int = 0
     """The signal on which it writes the stack of its main thread, and its descriptor that this goes to; 0: it
@@ -151,7 +150,7 @@ class Identity(msgspec.Struct, frozen=True):
         return bool(self.started) and self.machine == _of_this_process(os.getpid())[1]
 
     def stat(self) -> Stat | None:
-        """Return what /proc says of it; None if nothing is left. Only for a process of this machine."""
+        """Return its /proc entry; None if there is none. Only for a process of this machine."""
         try:
             now = stat(self.pid)
         except OSError:
@@ -164,7 +163,7 @@ class Identity(msgspec.Struct, frozen=True):
         return now.state if now is not None and now.state not in GONE else ""
 
     def how_it_ended(self) -> str:
-        """Say that it has ended and, while the kernel still knows, how."""
+        """Return a description of its end, with the exit code while the kernel still knows it."""
         last = self.stat()
         if last is None or last.state not in GONE:
             return ENDED
@@ -178,19 +177,19 @@ class Identity(msgspec.Struct, frozen=True):
         return f"its process was killed by signal {-code}"
 
     def exited_with_0(self) -> bool:
-        """Return whether it has ended well, as far as the kernel still knows."""
+        """Return whether it has ended with exit code 0, as far as the kernel still knows."""
         last = self.stat()
         return last is not None and last.state in GONE and last.exit_status == 0
 
     def rests(self) -> bool:
-        """Return whether its main thread waits in one call of the system, and does not go on even once."""
+        """Return whether its main thread stays blocked in one system call for `REST` seconds."""
         before = wakes(self.pid)
         time.sleep(REST)
         # In this order: a thread that goes on between the two looks, and sleeps again, is asleep still.
         return 0 < before == wakes(self.pid) and self.state() == "S"
 
     def stack(self) -> str:
-        """Have a process of this machine write the stack of its main thread; "" if it does not.
+        """Have a process of this machine dump the stack of its main thread, and return it; "" if it does not.
 
         faulthandler's signal handler writes it, which needs no GIL. Only while that thread rests: of frames
         that change meanwhile, its own or those of other threads, the handler ends the process by SIGSEGV.
@@ -222,7 +221,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 @contextmanager
 def _open_process(pid: int) -> Iterator[int]:
-    """Yield a descriptor of a process: no other process gets what is sent to it, whoever has its pid then."""
+    """Yield a pidfd: a signal sent through it can't reach another process that reuses the pid."""
     process = os.pidfd_open(pid)
     try:
         yield process
@@ -242,16 +241,16 @@ def _status(pid: int, field: str) -> str:
 
 
 def wakes(thread: int) -> int:
-    """Return how often a thread has waited for something so far, and gone on; 0 if that can't be read."""
+    """Return how many times a thread has blocked and been woken so far; 0 if unknown."""
     return int(_status(thread, "voluntary_ctxt_switches") or 0)
 
 
 own_sockets: WeakSet[socket.socket] = WeakSet()
-"""Connections of Holdfast, whose beat is no work of the program."""
+"""Holdfast's own connections, whose traffic does not count as activity of the program."""
 
 
 def sockets() -> Iterator[socket.socket]:
-    """Yield every socket of this process that is not one of `own_sockets`, to be looked at only."""
+    """Yield every socket of this process except `own_sockets`, for inspection only."""
     own = {one.fileno() for one in own_sockets}
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
@@ -276,7 +275,7 @@ def listens(port: int) -> bool:
 
 
 def this_process(rank: int) -> Identity:
-    """Return the identity of this process, which listens nowhere."""
+    """Return the identity of this process, without a port."""
     pid = os.getpid()
     _oom_kills_before(pid)
     host, machine, started = _of_this_process(pid)
@@ -284,8 +283,8 @@ def this_process(rank: int) -> Identity:
 
 
 class StackDump:
-    """Lets other processes of this host have the stack of this one written (`Identity.stack`), while anybody
-    wants that: it sets the handler of a signal."""
+    """A signal handler with which other processes of this host get the stack of this one (`Identity.stack`);
+    installed while it has users."""
 
     def __init__(self) -> None:
         self.signal = self.file = 0
@@ -330,8 +329,8 @@ def children_of(pid: int) -> list[int]:
 
 
 _POLLING = ("gloo_", "pt_gloo_", "pt_nccl_", "pt_tcpstore_")
-"""How torch and gloo name the threads that wait for messages and look at clocks. They use some per cent of a
-core on a busy machine, and do nothing of their own: bytes that they move are counted."""
+"""Name prefixes of torch's and gloo's polling threads. They use a few per cent of a core on a busy machine
+without any work of their own; the bytes that they transfer are counted."""
 
 
 def activity() -> tuple[dict[int, float], list[int]]:

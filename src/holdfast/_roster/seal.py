@@ -1,8 +1,8 @@
-"""Messages that carry the seal of their job: a keyed hash over the key and the content.
+"""Message authentication: each message carries a keyed hash (MAC) over its key and content, the seal.
 
-A TCPStore answers anybody who reaches its port. A message without the job's seal is refused, so a message of
-another job, of an earlier run of this one, or of somebody who does not know the secret can't decide a save.
-docs/security.md says what a seal does not protect from.
+A TCPStore serves every client that can reach its port. Messages without the job's seal are refused, so a
+message from another job, an earlier run of this one, or a client without the secret can't decide a save.
+docs/security.md lists the limits of this protection.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger("holdfast")
 _SIZE = 8
 _HEX = 2 * _SIZE
 TOLD = 8
-"""Foreign messages that a process warns of, at most."""
+"""Maximum number of warnings about foreign messages per process."""
 
 
 class Seal:
@@ -27,9 +27,9 @@ class Seal:
         # Hashed first, because BLAKE2b takes a key of 64 bytes at most and HOLDFAST_SECRET may be longer.
         self._key = blake2b("\0".join(secrets).encode(), digest_size=32).digest()
         self._foreign: set[str] = set()
-        """Keys of foreign messages that were told of."""
+        """Keys of foreign messages that were logged."""
         self.job = self._of("job", b"").decode()
-        """A name of the job, the same for all who know the secret."""
+        """A name of the job, equal for all processes with the secret."""
 
     def sign(self, key: str, data: bytes) -> bytes:
         """Return the data with its seal in front."""
@@ -41,7 +41,7 @@ class Seal:
         # Not `==`: its time would tell how many leading characters of a guess are right.
         if not hmac.compare_digest(seal, self._of(key, data)):
             what = f"The message {key!r} in the store does not carry this job's seal, so it was not read."
-            # Also where the reader goes on without it: nobody would know why it hears nothing.
+            # Logged also for optional messages, whose reader goes on without them.
             if key not in self._foreign and len(self._foreign) < TOLD:
                 self._foreign.add(key)
                 log.warning("%s Something else writes into this store; see docs/security.md.", what)

@@ -27,17 +27,17 @@ _MAGIC = struct.pack("=I", 0x3C85F7CE)
 _NUMBER = struct.Struct("=Q")
 _COUNT = struct.Struct("=q")
 _NOTHING = b"\0"
-"""Never a value. `compare_set` of it with itself reads a key without waiting."""
+"""Never stored. `compare_set` with it as both arguments reads a key without waiting."""
 _AT_ONCE = 256
-"""Requests that are sent before their answers are read; the server must be able to send all of these."""
+"""Maximum requests sent before answers are read; their answers must fit into the socket buffers."""
 KEEPALIVE = 60
-"""Seconds without data after which the kernel asks whether the server's host is there."""
+"""Idle seconds after which the kernel sends keepalive probes to the server's host."""
 PATIENCE = 2.0
-"""Seconds that a client which must not hang has for an answer."""
+"""Answer timeout in seconds of clients that must not block."""
 
 
 class StoreClient(Protocol):
-    """What `agrees_with` asks of torch's own client."""
+    """The methods of torch's own client that `agrees_with` uses."""
 
     def check(self, keys: list[str], /) -> bool: ...
 
@@ -64,9 +64,10 @@ class TcpClient:
     def __init__(self, host: str, port: int, patience: float | None = None) -> None:
         self._patience, self._received = patience, bytearray()
         self._awaited = ""
-        """The key of a wait that has ended here, but not on the server."""
+        """The key of a wait that timed out here, but is still pending on the server."""
         self.closed_in_order = False
-        """Has the server's kernel closed this connection, as when the process ends? A firewall resets it."""
+        """Whether the server's side closed the connection with FIN, as at process end (a firewall sends
+        RST)."""
         self._socket = socket.create_connection((host, port), patience)
         own_sockets.add(self._socket)
         self._socket.settimeout(patience)
@@ -101,7 +102,7 @@ class TcpClient:
         self._send(self._set(_key(name), value) + self._set(_bell(name), b""))
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        """Return the values that are there now, None for each that is not."""
+        """Return the values of these keys, None for each unset one."""
         values: list[bytes | None] = []
         for begin in range(0, len(names), _AT_ONCE):
             some = names[begin : begin + _AT_ONCE]
@@ -110,7 +111,7 @@ class TcpClient:
         return values
 
     def claim(self, name: str, value: bytes) -> bytes:
-        """Set a key unless it is set; return the value that it has now."""
+        """Set a key unless it is set; return the value that is then stored."""
         self._send(self._compare_set(name, b"", value) + self._set(_bell(name), b""))
         return self._value()
 
@@ -126,7 +127,7 @@ class TcpClient:
             self._receive(_COUNT.size * len(some))
 
     def wait(self, name: str, seconds: float) -> bool:
-        """Wait on the server until a key is set, at most so long; return whether it is.
+        """Wait on the server up to `seconds` until a key is set; return whether it is.
 
         The server goes on waiting until the next request, so to wait for the same key again costs none.
         """

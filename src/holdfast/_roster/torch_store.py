@@ -37,9 +37,9 @@ key that is not there."""
 
 
 AT_ONCE = 1024
-"""Ranks that may connect in one instant."""
+"""Number of ranks that may connect at the same time."""
 CONNECTED = 10_000
-"""Ranks of a larger world that connect in one second."""
+"""Connections per second in a larger world."""
 
 
 class _ServerEnded(ConnectionRefusedError):
@@ -48,7 +48,7 @@ class _ServerEnded(ConnectionRefusedError):
 
 
 class _TorchClient:
-    """torch's own client, for stores other than a TCPStore; `TcpClient` says what each method does."""
+    """torch's own client, for stores other than a TCPStore. Same methods as `TcpClient`."""
 
     closed_in_order = False
 
@@ -119,14 +119,14 @@ class _Connections:
         self.parent: Callable[[], Any] = ref(store, partial(_close, self._idle))
         finalize(self, _close, self._idle).atexit = False
         self._delay = delay
-        """Seconds by which this rank of a large world connects later than others."""
+        """Seconds that this rank waits before connecting, to spread the connections of a large world."""
         self._pid = os.getpid()
         self._seal: Seal | None = None
         self.prefix = ""
-        """Of our keys: other worlds may use the same server."""
+        """The prefix of our keys, because other worlds may use the same server."""
         self._speaks_tcp: bool | None = None
         self._was_closed = False
-        """Has the server closed a connection in order, and made none since?"""
+        """Whether the server closed a connection with FIN, and none was made since."""
 
     @contextmanager
     def client(self, patience: float | None) -> Iterator[_Client]:
@@ -175,7 +175,7 @@ class _Connections:
         return client
 
     def seal(self) -> Seal:
-        """Return the seal of this job. The first rank draws its secret, the others read it."""
+        """Return the seal of this job. The first rank generates its secret, the others read it."""
         if self._seal is None:
             # Through the store itself: worlds that share a server are told apart by the prefixes of their
             # stores.

@@ -1,10 +1,10 @@
-"""Where the code of a rank is: ranks that wait for it ask, its heart answers, or the kernel where that can't.
+"""Requests for the stack of a rank: waiting ranks ask, and its heart answers, or a neighbour if it can't.
 
 The first rank that asks claims `where/<rank>/ask`; all others who ask before the answer is there share its
-question. The heart of the asked rank looks for it at every beat, and answers in `where/<rank>`, with the
-questions that this answers. While that process holds the GIL, its heart does not run: then a neighbour on its
-machine answers for it, with what the kernel shows, and with the stack that faulthandler writes on a signal.
-Ranks that are threads of one process (tests) are looked at without a message.
+question. The heart of the asked rank checks for it at every beat, and answers in `where/<rank>`, with the
+tickets of the answered questions. While that process holds the GIL, its heart does not run: then a neighbour
+on its machine answers for it, with what the kernel shows, and with the stack that faulthandler writes on a
+signal. Ranks that are threads of one process (tests) are looked at without a message.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from holdfast._stacks import where_dumped, where_thread_is, where_threads_are
 from holdfast.errors import HoldfastError
 
 ASK_BEFORE = 2.5
-"""A rank is asked this many seconds before it is given up."""
+"""Seconds before a timeout at which a rank is asked for its stack."""
 PATIENCE = 2.0
-"""Seconds to wait for an answer, at most."""
+"""Maximum seconds to wait for an answer."""
 GRACE = 1.5
-"""Seconds in which a rank answers for itself; then a neighbour does."""
+"""Seconds within which a rank should answer itself; after that a neighbour does."""
 LONGEST = 4096
-"""Characters of an answer, at most."""
+"""Maximum characters of an answer."""
 KEPT = 64
-"""Questions that an answer lists, at most."""
+"""Maximum number of tickets in an answer."""
 
 
 class Question(msgspec.Struct, frozen=True):
-    """From a rank that waits to the rank that it waits for."""
+    """From a waiting rank to an awaited rank."""
 
     ticket: str = ""
     """Identifies this question."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """From a rank, or for it, to all who have asked."""
+    """From a rank, or a neighbour on its behalf, to all ranks that asked."""
 
     tickets: list[str]
-    """The last questions that were read, the latest last; this answers all of them."""
+    """The tickets of the last questions, latest last; this answers all of them."""
     at: str
-    """Where its code is."""
+    """Its stack."""
 
 
 def _question_key(rank: int) -> str:
@@ -65,7 +65,7 @@ def _answer_key(rank: int) -> str:
 
 
 class Answering:
-    """Answers for this rank, and for its neighbours that can't. A part of its beacon."""
+    """Answers questions to this rank, and to neighbours that can't answer. A part of the beacon."""
 
     def __init__(self, rank: int) -> None:
         self.caller: threading.Thread | None = None
@@ -73,7 +73,7 @@ class Answering:
         self._rank = rank
         self._heard: list[str] = []
         self._open: dict[int, tuple[str, float]] = {}
-        """Of each neighbour, a question that it has not answered, and since when."""
+        """Unanswered question per neighbour, and since when."""
 
     def beat(self, roster: Roster, near: Sequence[int]) -> None:
         """Answer what was asked. near: the neighbours on this machine that may not be able to."""
@@ -107,18 +107,18 @@ class Answering:
 
 
 def where_seen(seen: Seen) -> str:
-    """Say where a process of this machine is, without its help; "" if that can't be seen."""
+    """Describe what a process of this machine is doing, without its cooperation; "" if unknown."""
     if seen.vitals is None or not seen.state:
         return ""
     return seen.held() or where_dumped(seen.vitals.who.stack())
 
 
 _here: WeakValueDictionary[tuple[str, int], threading.Thread] = WeakValueDictionary()
-"""By job and rank, of the ranks that are threads of this process: the thread that made the call."""
+"""(job, rank) -> the calling thread, for ranks that are threads of this process."""
 
 
 def note_caller(roster: Roster) -> threading.Thread:
-    """Note the thread of the program that makes the calls of this rank, and return it."""
+    """Record and return the program's thread that makes the calls of this rank."""
     caller = threading.current_thread()
     if caller.name.startswith("holdfast-"):  # a thread of ours, not of the program
         caller = threading.main_thread()
@@ -131,7 +131,7 @@ def note_caller(roster: Roster) -> threading.Thread:
 
 
 class Inquiry:
-    """The questions of one call of this rank to ranks that it waits for."""
+    """The questions of one call to the ranks that it waits for."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -141,7 +141,7 @@ class Inquiry:
         self._until = 0.0
 
     def ask(self, ranks: Iterable[int], seen: dict[int, Seen]) -> None:
-        """Ask those that were not asked yet, without waiting for the answers."""
+        """Ask ranks that were not asked yet, without waiting for the answers."""
         roster = self._roster
         for rank in ranks:
             if rank in self._tickets or rank in self._near:
@@ -161,8 +161,8 @@ class Inquiry:
                     knock(vitals.who.address, vitals.who.port)
 
     def answers(self, ranks: Sequence[int], seen: dict[int, Seen], patience: float) -> dict[int, str]:
-        """Return where ranks are. Waits for answers, at most `patience` seconds and until `PATIENCE` after
-        the last question; then looks at those of this machine."""
+        """Return the stacks of ranks. Waits for answers up to `patience` seconds, and until `PATIENCE`
+        seconds after the last question at most; then inspects processes of this machine itself."""
         where = {rank: self._near[rank] for rank in ranks if rank in self._near}
         waiting = [rank for rank in ranks if rank in self._tickets]
         ends = min(self._until, time.monotonic() + patience)
@@ -180,6 +180,6 @@ class Inquiry:
         return where | {rank: where_seen(seen[rank]) for rank in waiting if rank in seen}
 
     def again(self) -> None:
-        """Forget what was asked, so that the next question gets a new answer."""
+        """Forget the questions, so that the next one gets a new answer."""
         self._tickets.clear()
         self._near.clear()

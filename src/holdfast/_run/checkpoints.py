@@ -33,9 +33,9 @@ class Checkpoints(RunFolder):
     """The steps of one run, `run/step-00000100/` and so on.
 
     A save is asynchronous: it copies the state and goes on in the background, at most `in_flight` at a time.
-    `keep` is how many committed steps stay (None: all), besides those that `keep_every` and `best` ask for;
-    others are removed after a newer one is committed, never before. Use it as a context manager, or call
-    `close()`, before the process group is destroyed: both wait for the saves under way.
+    `keep` is the number of committed steps to keep (None: all), in addition to those kept by `keep_every` and
+    `best`. Others are removed after a newer one is committed, never before. Use it as a context manager, or
+    call `close()`, before the process group is destroyed: both wait for running saves.
 
     keep_every, best, best_mode, keep_best, save_every, asynchronous, in_flight, on_busy, on_failure,
     takeover, start_from, job: see `holdfast._run.folder.RunFolder`.
@@ -57,14 +57,15 @@ class Checkpoints(RunFolder):
         """Save a step: copy the state, and go on. `committed()` of the returned `Pending` waits until the
         step is durable.
 
-        While `in_flight` saves are under way, `on_busy` says what this does (it returns None for a save that
+        While `in_flight` saves are running, `on_busy` decides what this does (it returns None for a save that
         was skipped). If the save that it waits for failed, this raises its error, on all ranks, and begins
         nothing; or this step all the same, if the error is that a rank has left that save out.
         `expected="previous"` compares names with those of the newest committed step.
 
-        metrics: numbers by name, such as {"loss": 1.5}, for `best`; the index has those of the lowest
-            participant. force: save also a step that `save_every` says is not due. timeout: that of this
-            save, in place of the job's.
+        metrics: numbers by name, such as {"loss": 1.5}, for `best`; those of the lowest participant are
+            stored.
+        force: save even if the step is not due by `save_every`.
+        timeout: seconds, in place of the job's timeout.
         """
 
         step = whole_step(step)
@@ -107,12 +108,12 @@ class Checkpoints(RunFolder):
         on_shape: str = RAISE,
         fallback: bool = True,
     ) -> int | None:
-        """Load the newest committed step (or `step`) in place; returns its number, None if there is no
-        checkpoint at all. Which of both is also logged, at INFO.
+        """Load the newest committed step (or `step`) in place. Returns its number, or None if there is no
+        checkpoint at all; the result is also logged, at INFO.
 
-        While the run has no committed step, what `start_from` names is loaded, and its step is returned, 0 if
-        it has none. A step may be a checkpoint of torch DCP or megatron-core. If the folder has only
-        checkpoints that are no steps, or can't be loaded, that is a BadInput, never None. All ranks load the
+        While the run has no committed step, `start_from` is loaded, and its step number is returned (0 if it
+        has none). A step may be a checkpoint of torch DCP or megatron-core. If the folder contains only
+        checkpoints that are not steps, or can't be loaded, BadInput is raised. All ranks load the
         same step. If a step is damaged, the one before it is loaded, with a warning, unless `fallback=False`
         or `step` is given.
 
@@ -144,8 +145,8 @@ class Checkpoints(RunFolder):
         on_shape: str = RAISE,
         fallback: bool = True,
     ) -> LoadReport | None:
-        """Do what `restore` does, and return the whole report, whose `path` is what was loaded; None if there
-        is no checkpoint at all."""
+        """Like `restore`, but return the whole LoadReport, whose `path` is the loaded checkpoint; None if
+        there is no checkpoint at all."""
 
         def load(store: Store, number: int | None, call: Call) -> LoadReport:
             request = LoadRequest(
@@ -176,11 +177,12 @@ class Checkpoints(RunFolder):
 
     @one_at_a_time
     def delete(self, step: int) -> None:
-        """Remove a committed step: exactly the files that are Holdfast's. All participants call it, after the
-        saves under way.
+        """Remove a committed step: only Holdfast's own files. All participants call it; it waits for running
+        saves first.
 
-        Raises NotCommitted if there is no such step, and Conflict if somebody reads it, or if another job
-        saves into the run; BadInput for a step that Holdfast has not saved here: a link, or torch DCP's.
+        Raises NotCommitted if there is no such step; Conflict if a process reads it, or another job saves
+        into the run; BadInput for a step that Holdfast did not save here (a link, or a checkpoint of torch
+        DCP).
         """
         step = whole_step(step)
         self._settle()

@@ -1,5 +1,5 @@
-"""The numbered steps of a run: find the newest, remove old ones, load an older one if the newest is damaged;
-and keep track of the saves under way."""
+"""The numbered steps of a run: find the newest, remove old ones, fall back to an older one if the newest is
+damaged, and track running saves."""
 
 from __future__ import annotations
 
@@ -49,39 +49,41 @@ from holdfast.errors import (
 log = logging.getLogger("holdfast")
 _RETRY = re.compile(r"retry\((\d+)\)")
 TRIES = 10
-"""How often a load begins again because its checkpoint was replaced or retired meanwhile."""
+"""Maximum attempts of a load whose checkpoint is replaced or removed meanwhile."""
 T = TypeVar("T")
 
 
 class RunFolder:
-    """A run folder as its ranks use it. Subclasses define what a state is made of.
+    """The base class of run folders. Subclasses define what a state is.
 
-    keep: how many committed steps stay (None: all); older ones are removed after a newer one is committed,
-        never before, and not while somebody reads them.
-    keep_every: also keep the steps that are multiples of it; or, with a timedelta, one in every so much time.
+    keep: number of committed steps to keep (None: all). Older ones are removed after a newer one is
+        committed, never before, and not while a process reads them.
+    keep_every: also keep steps that are multiples of this number; or, with a timedelta, one step per
+        interval.
     best, best_mode: also keep the step whose metric of this name (`save(metrics=)`) is the lowest ("min") or
         the highest ("max").
-    keep_best: how many of the best steps stay.
-    save_every: `save` does nothing, and returns None, but at multiples of it; or, with a timedelta, before so
-        much time has passed since the last one, by the clock of the lowest participant.
-    asynchronous: `save` returns once the state is copied; else once it is committed.
-    in_flight: how many saves may be under way at once. Each has its own copy of the state and its own writer
+    keep_best: number of best steps to keep.
+    save_every: `save` skips steps that are not multiples of this number, and returns None; or, with a
+        timedelta, it skips until that time has passed since the last save, by the clock of the lowest
+        participant.
+    asynchronous: True: `save` returns once the state is copied; False: once it is committed.
+    in_flight: maximum number of concurrent saves. Each has its own copy of the state and its own writer
         process.
-    on_busy: what `save` does while that many are under way: "wait" for the oldest, or "skip" this one, on all
-        ranks.
-    on_failure: what a failed save in the background does: "raise" its error on all ranks at the next `save`
+    on_busy: what `save` does while `in_flight` saves are running: "wait" for the oldest, or "skip" this one,
+        on all ranks.
+    on_failure: what happens after a background save fails: "raise" its error on all ranks at the next `save`
         that waits for it (with one in flight: the next `save`), at `restore` or `close`; "warn" and go on;
-        "retry(3)": try three times more, then raise.
-    takeover: take the folder, once, also from a job that is at work, or is not known to have ended; its saves
-        then fail, until it makes a new Checkpoints.
-    start_from: another run, whose newest committed step is loaded, or one checkpoint, in any format that
-        `holdfast.load` reads: what `restore` loads while this run has no committed step. Only read.
-    job: who takes part in every call, its deadlines and options (`holdfast.Job`). Of `host_memory_budget`,
-        each save that may be under way has an equal part.
+        "retry(3)": retry up to three times, then raise.
+    takeover: take ownership of the folder, once, even from a job that is running or may be. Saves of that job
+        then fail until it makes a new Checkpoints.
+    start_from: what `restore` loads while this run has no committed step: another run (its newest committed
+        step) or one checkpoint, in any format that `holdfast.load` reads. It is only read.
+    job: who takes part in every call, its deadlines and options (`holdfast.Job`). `host_memory_budget` is
+        divided equally among `in_flight` saves.
     """
 
     megatron = False
-    """Are folders named as Megatron-LM names them?"""
+    """Whether folders have Megatron-LM's names."""
 
     def __init__(
         self,
@@ -124,14 +126,14 @@ class RunFolder:
         self._takeover = takeover
         self._source = None if start_from is None else open_store(start_from)
         self._origin: Origin | None = Origin()
-        """None once a save is committed, so that later ones need not look."""
+        """None once a save is committed, so that later saves skip the check."""
         self._calls = threading.RLock()
-        """Held by a call (`turns`)."""
+        """Serialises calls (`turns`)."""
         # At the end of the process the folder is released after the saves.
         self._lease = lease_of(self.store)
         self._queue = SaveQueue(self, in_order=False)
 
-    # A TypeError names the class that users know.
+    # So that a TypeError names the public class.
     __init__.__qualname__ = "Checkpoints.__init__"
 
     def latest(self) -> int | None:
@@ -158,20 +160,20 @@ class RunFolder:
         return self._old.best()
 
     def should_save(self, step: int) -> bool:
-        """Return whether `save` would save this step, the same on all ranks: it is what `save_every` says.
+        """Return whether `save` would save this step by `save_every`; the same on all ranks.
 
-        Call it on all ranks in the same order: with a timedelta, in every step of the loop. A `save` of the
-        step that it was called for last does not count again.
+        Call it on all ranks in the same order and, with a timedelta, in every step of the loop. A `save` of
+        the same step right after it does not count again.
         """
         return self._times.due(whole_step(step))
 
     @one_at_a_time
     def close(self, timeout: float | None = None) -> None:
-        """Wait for the saves under way, and free memory, descriptors and writer processes. A later save makes
-        new ones.
+        """Wait for running saves; free memory, file descriptors and writer processes. A later save makes new
+        ones.
 
-        timeout: seconds to wait; by default the saves' own deadlines end it. Raises the first error of a
-            save, on all ranks.
+        timeout: seconds to wait; default: until the deadlines of the saves.
+        Raises the first error of a save, on all ranks.
         """
         self._times.close()
         first: HoldfastError | None = None

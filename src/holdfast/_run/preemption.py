@@ -34,9 +34,9 @@ POLL = 0.5
 
 
 LOST = 30.0
-"""Seconds after which it is told that the message store does not answer."""
+"""Seconds after which a message store that does not answer is logged."""
 _made: WeakKeyDictionary[Roster, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""How many `Preemption`s a roster had already, by participants: the same on all ranks."""
+"""Number of `Preemption`s made per roster and participants; equal on all ranks."""
 
 
 class Preemption:
@@ -49,9 +49,9 @@ class Preemption:
                     checkpoints.save(step, state).committed(preemption.left())
                     break
 
-    budget: seconds from the signal until the process should have ended; `left()` says what remains of it.
-    signals: which signals ask for a stop on this rank; `close` restores their handlers. On another thread
-        than the main one, pass `signals=()` and call `request()`.
+    budget: seconds from the signal until the process should have ended; `left()` returns the rest.
+    signals: signals that request a stop on this rank; `close` restores their handlers. Outside the main
+        thread, pass `signals=()` and call `request()`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Preemption:
         here = hex_digest(some) if len(who) < self._roster.world_size else "all"
         self._who, self._asked = who, f"{here}/{made[who]}"
         self.reason: str | None = None
-        """Which rank asked for the stop, and why; None: nobody did."""
+        """The rank that requested the stop, and why; None without a request."""
         begin = partial(begin_call, replace(job, roster=self._roster, participants=who, timeout=budget))
         self._consensus = StepConsensus(
             "choice of the step to stop at", f"preemption://{ASKED}/{self._asked}", begin
@@ -94,12 +94,12 @@ class Preemption:
         return self._consensus.reached()
 
     def request(self, why: str = "request()") -> None:
-        """Ask all ranks to stop, from this one."""
+        """Request a stop of all ranks."""
         self._asked_at(why)
         self._wanted.set()
 
     def left(self) -> float:
-        """Return the seconds that are left of the budget; all of it if nobody asked for a stop."""
+        """Return the remaining seconds of the budget; the whole budget before any request."""
         return self._budget if self._deadline is None else max(self._deadline.left(), 0.0)
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class Preemption:
             self._signalled = number
 
     def _asked_at(self, why: str) -> None:
-        """Note a reason to stop; the budget begins with the first one."""
+        """Record a request to stop; the first one starts the budget."""
         if self._deadline is None:
             self._deadline = Deadline(self._budget, REAL_CLOCK)
             self.reason = f"{why} on rank {self._roster.rank}"
@@ -138,11 +138,11 @@ class Preemption:
         try:
             self._heed()
         except Exception as error:
-            # Nobody else tells of it: this rank would train on, whoever asks it to stop.
+            # Without this, the error would be lost, and this rank would ignore all requests to stop.
             self._consensus.fail(error)
 
     def _heed(self) -> None:
-        """Wait until this rank or another one is asked to stop, and propose the step to stop at."""
+        """Wait for a request to stop, here or on another rank; then propose the step to stop at."""
         lost_since: float | None = None
         told = False
         while not self._closed.is_set():

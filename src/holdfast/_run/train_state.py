@@ -1,4 +1,4 @@
-"""`TrainState`: what a resumed run needs besides weights and optimizer, in one object."""
+"""`TrainState`: step, epoch, data position and random state of a run, in one object."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _LOADER = "the data loader's state"
 
 
 class TrainState:
-    """Step and epoch, gradient scaler, and of each rank its position in the data and its random states.
+    """Step, epoch and gradient scaler, and each rank's data-loader position and random states.
 
         train = holdfast.TrainState(loader, scaler=scaler)
         state = {"model": model, "optim": optimizer, "train": train}
         checkpoints.restore(state)
         while train.step < steps: ...
 
-    Random states are those of Python, NumPy, torch's CPU, and the current device of the accelerator. A load
-    sets them, on each rank its own. They and the position are read when a save copies the state.
+    Random states: Python, NumPy, torch on the CPU, and the current accelerator device. A load restores each
+    rank's own. They and the position are read when a save copies the state.
 
-    On another number of ranks, a rank that was there gets its random states back, a new one draws them from
-    `seed`, the step and its rank, and those of ranks that are gone are dropped. Positions of a loader need a
-    rule, `merge`: without one such a load raises LoadFailed, on all ranks.
+    If the number of ranks has changed, ranks that existed before restore their random states, new ranks seed
+    theirs from `seed`, the step and the rank, and states of removed ranks are dropped. Loader positions need
+    `merge` then; without it, the load raises LoadFailed on all ranks.
 
-    loader: has `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader. Its state must be
-        of values that a checkpoint can hold (`docs/api.md`). None: no position is saved.
+    loader: has `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader. Its state must
+        consist of values that a checkpoint can hold (`docs/api.md`). None: no position is saved.
     scaler: a GradScaler, or another object with these methods whose state is the same on all ranks.
     seed: a whole number, the same on all ranks.
-    merge: makes the state of this rank's loader from those of the ranks that saved, {rank: state}, if other
-        ranks load (as of `holdfast.PerRank`).
-    job: that of the saves and loads, if not all ranks take part in them.
+    merge: makes this rank's loader state from the saved states, {rank: state}, if the ranks have changed (see
+        `holdfast.PerRank`).
+    job: the job of the saves and loads, if not all ranks take part in them.
 
     Raises BadInput for a loader or scaler without these methods.
     """
@@ -69,15 +69,15 @@ class TrainState:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise BadInput(f"seed must be a whole number, not {seed!r}.")
         self.step: int = 0
-        """Steps that are done. The training loop counts it up."""
+        """Number of completed steps; the training loop increments it."""
         self.epoch: int = 0
-        """Epochs that are done. The training loop counts it up."""
+        """Number of completed epochs; the training loop increments it."""
         self.loader: Stateful | None = loader
         self.scaler: Stateful | None = scaler
         self._seed, self._merge, self._job = seed, merge, job_of(job)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, as it is now, with `holdfast.PerRank` around what is of this rank."""
+        """Return the current state, with `holdfast.PerRank` around this rank's own values."""
         ranks = ranks_text(self._ranks()[1])
         state: dict[str, Any] = {"step": self.step, "epoch": self.epoch}
         if self.scaler is not None:
@@ -114,7 +114,7 @@ class TrainState:
         if self.loader is not None:
             position: Any = objects.decode(state["loader"]["state"].value, _LOADER)
             self.loader.load_state_dict(position)
-        # Last: what is above may draw random numbers.
+        # Last, because the code above may draw random numbers.
         before = ranks_of(state["random"]["ranks"])
         if rank in before:
             _set_random_states(state["random"]["state"].value)
@@ -134,7 +134,7 @@ class TrainState:
         return objects.encode(self._merge(states), _LOADER)
 
     def _ranks(self) -> tuple[int, tuple[int, ...]]:
-        """Return this rank, and all that take part."""
+        """Return this rank and all participants."""
         roster = find_roster(self._job)
         return roster.rank, find_participants(roster, self._job.ranks())
 
@@ -178,14 +178,14 @@ def _device() -> torch.device | None:
 
 
 def _tensors(state: Any) -> Any:
-    """Return a state with tensors in place of arrays: their bytes, as torch has no tensors of some types."""
+    """Replace arrays by byte tensors, because torch lacks some of NumPy's dtypes."""
     if isinstance(state, dict):
         return {key: _tensors(value) for key, value in state.items()}
     return torch.from_numpy(state.view(np.uint8).copy()) if isinstance(state, np.ndarray) else state
 
 
 def _arrays(state: Any, like: Any) -> Any:
-    """Undo `_tensors`; like: a state with arrays of the same types."""
+    """Undo `_tensors`. like: a state with arrays of the same dtypes."""
     if isinstance(state, dict):
         return {key: _arrays(value, like[key]) for key, value in state.items()}
     return state.numpy().view(like.dtype) if isinstance(like, np.ndarray) else state

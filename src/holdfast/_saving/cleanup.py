@@ -13,13 +13,13 @@ from holdfast._threads import start_thread
 from holdfast.errors import HoldfastError
 
 OWN_FILES = 1.0
-"""Seconds that a failed call waits until its files are deleted. No longer: storage may be what failed."""
+"""Maximum seconds that a failed call waits for the deletion of its files, as storage may be the cause."""
 OTHERS_LEAVE = 2.0
-"""Seconds in which the folder must become empty: other ranks delete their files meanwhile."""
+"""Seconds to wait for other ranks to delete their files, so that the folder can be removed."""
 
 
 def clean_up(store: Store, discard_files: Callable[[], None], made_folder: bool) -> None:
-    """Delete this rank's files in the background, and the folder if this save has made it. Never raises."""
+    """Delete this rank's files in the background, and the folder if this save created it. Never raises."""
     deleted = threading.Event()
 
     def work() -> None:

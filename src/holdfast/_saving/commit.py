@@ -39,13 +39,13 @@ from holdfast.errors import (
 
 log = logging.getLogger("holdfast")
 READERS = 32
-"""Threads that read back files at once; mostly they wait for storage."""
+"""Number of threads that read back files; they mostly wait for storage."""
 FILES_AT_ONCE = 8 * READERS
 AT_ONCE = 0.002
-"""Seconds in which the first file is read back if storage does not wait for anything; then threads would
-only wait for each other."""
+"""If reading back the first file takes less than this many seconds, storage is fast and one thread is used,
+because several would only contend."""
 LOOK_AGAIN = 10.0
-"""Seconds in which a commit looks for its index after a failure that the store did not explain."""
+"""Seconds for which a commit checks for its index after an unexplained failure of the store."""
 
 
 NOT_OURS = (
@@ -54,8 +54,8 @@ NOT_OURS = (
 
 
 def digest_of_report(report: Message) -> str:
-    """Return a digest of what an integration reports of a rank; the rank's files have it, so that nobody else
-    can report for that rank."""
+    """Return a digest of an integration's report of a rank. The rank's files contain it, so that the report
+    can't be forged."""
     return blake2b(msgspec.json.encode(report), digest_size=16).hexdigest()
 
 
@@ -65,7 +65,7 @@ class _Reported(NamedTuple):
     rank: int
     part: int
     parts: int
-    """Files of this rank."""
+    """Number of data files of this rank."""
     file: WrittenFile
     report: Message
 
@@ -103,7 +103,7 @@ class Commit:
     replaced_files: set[str] = field(default_factory=set)
     """Data files of the checkpoint that this one replaces."""
     before: Store | None = None
-    """The checkpoint of the step before, to check whether anything has changed since."""
+    """The checkpoint of the previous step, to check whether any tensor has changed."""
     own: Indexes = field(default_factory=dict)
     """The indexes of the committer's own files, if it has written them itself."""
     data: bytes = b""
@@ -143,8 +143,7 @@ class Commit:
         self.tick()
 
     def _warn_if_stale(self, columns: Columns) -> None:
-        """Warn if no tensor has changed since the step before: nobody else notices that stale bytes are
-        saved."""
+        """Warn if no tensor has changed since the previous step, which would otherwise go unnoticed."""
         if self.before is None:
             return
         with suppress(HoldfastError), open_index(self.before) as index:
@@ -259,7 +258,7 @@ class Commit:
                 return columns
 
     def _check_links(self, columns: Columns) -> None:
-        """Raise if a link to an earlier file is not to be seen, or has another size than its rank saw."""
+        """Raise if a linked earlier file is missing, or has another size than its rank reported."""
         for name, size in zip(columns.file_names[1:], columns.file_size[1:].tolist(), strict=True):
             entry = self.store.stat(name)
             if entry is None:
@@ -268,7 +267,7 @@ class Commit:
                 raise CorruptCheckpoint(f"{self.store.url}/{name} has {entry.size} bytes, not {size}.")
 
     def publish(self) -> Final:
-        """Put the index in place, at once and durably; from here on the checkpoint exists.
+        """Publish the index atomically and durably; from here on the checkpoint exists.
 
         Raises CommitUnconfirmed unless it is known that the index is not in place: after any other error the
         ranks delete the data that the index names.
@@ -311,7 +310,7 @@ class Commit:
         )
 
     def _is_there(self, seconds: float) -> bool | None:
-        """Return whether the index that is in place is this commit's; None if that could not be seen within
+        """Return whether the published index is this commit's; None if storage did not answer within
         `seconds`."""
         clock = self.deadline.clock
         ends = clock.now() + seconds
@@ -326,7 +325,7 @@ class Commit:
 
 
 def is_of_attempt(store: Store, attempt: str) -> bool | None:
-    """Return whether the index in storage was made by this attempt; None if that can't be told."""
+    """Return whether the index in storage was written by this attempt; None if unknown."""
     # Three answers: only False allows deletion, only True proves success.
     try:
         with open_index(store) as index:

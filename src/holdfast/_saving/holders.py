@@ -1,5 +1,5 @@
-"""Agree who holds which row: of rows whose replica nobody has declared, and of tied weights, which all their
-holders must have tied."""
+"""Agreement between ranks on replica indices of undeclared rows, and on tied weights, which must be tied on
+all their holders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_SAVED: Replica = (0, 0)
 
 
 class Holders:
-    """What one rank tells of its rows, and which replica it then is of each."""
+    """One rank's report about its rows, and the resulting replica index of each row."""
 
     def __init__(self, table: ShardTable) -> None:
         """Find the ties of a table, and set its `tied`."""

@@ -41,22 +41,22 @@ from holdfast.errors import CommitUnconfirmed, HoldfastError, IdleRanks, SaveFai
 
 
 class SaveReport(msgspec.Struct, frozen=True):
-    """What a committed save did on this rank."""
+    """The result of a committed save on this rank."""
 
     path: str
     step: int | None
     tensors: int
     """Number of names that this rank holds, objects included."""
     bytes_written: int
-    """By this rank, headers included."""
+    """Bytes that this rank wrote, headers included."""
     seconds: float
     phases: dict[str, float]
     """Seconds spent in each phase of the protocol."""
 
 
 class FileSink(Protocol):
-    """Where the bytes of a save go. `DirectSink` writes them on this thread; `background.sinks` has those of
-    asynchronous saves."""
+    """Writes the data files of a save. `DirectSink` writes on this thread; `background.sinks` has the sinks
+    of asynchronous saves."""
 
     def write(self, job: SaveJob, replicas: list[Replica], about: About) -> list[WrittenFile]:
         """Write this rank's data files durably.
@@ -67,7 +67,8 @@ class FileSink(Protocol):
 
 
 class DirectSink:
-    """Writes from where the tensors lie, on the thread that runs the protocol (`protocol.runner.run`)."""
+    """Writes directly from the tensors' memory, on the thread that runs the protocol
+    (`protocol.runner.run`)."""
 
     def write(self, job: SaveJob, replicas: list[Replica], about: About) -> list[WrittenFile]:
         plan = plan_save(job.table, replicas, job.options)
@@ -88,28 +89,28 @@ class DirectSink:
 
 
 class SaveJob:
-    """A save of this rank. It collects the state at once; `run` brings the save to its end."""
+    """A save of this rank. The constructor collects the state; `run` completes the save."""
 
     def __init__(self, request: SaveRequest) -> None:
         self.request, self.store, self.options = request, request.store, request.options
         self.rank = request.call.rank
-        # Empty until the state is read. A rank whose state can't be read takes part, to tell the others.
+        # Empty until the state is read. A rank whose state can't be read still takes part, to report the
+        # error.
         self.table = ShardTable(self.rank)
         self._holders = Holders(self.table)
         self.streams = CallerStreams(self.table)
         self.sink: FileSink = DirectSink()
         self.grid = request.grid.describe() if request.grid else None
         self.collect_error: HoldfastError | None = None
-        """The error of collecting the state. The protocol tells it to the other ranks."""
+        """An error while collecting the state. The protocol sends it to the other ranks."""
         self.makes_folder = False
-        """Whether the folder was not there when this rank began."""
+        """Whether the folder did not exist when this rank began."""
         # Before the state is read: a rank that hangs in user code can then be asked where it is.
         self.begin()
         self.collect_error = read_state(self._collect, self.rank)
 
     def begin(self) -> None:
-        """Begin an attempt: the first one or, after a failure, another one with the same rows and
-        deadline."""
+        """Begin an attempt: the first, or a retry with the same rows and deadline."""
         request = self.request
         self.operation = Operation(
             "save",
@@ -127,11 +128,11 @@ class SaveJob:
 
     @property
     def attempt(self) -> str:
-        """The name of this attempt; it has one once the ranks have met."""
+        """The name of this attempt; set once the ranks have met."""
         return self.request.label + self.operation.attempt
 
     def run(self, pause_collector: bool = True) -> SaveReport:
-        """Run the protocol to its end. Raises the error that all ranks raise."""
+        """Run the protocol to completion. Raises the same error on all ranks."""
         operation = self.operation
         try:
             operation.run(save_steps(operation.context, self), self.collect_error, pause_collector)
@@ -198,7 +199,7 @@ class SaveJob:
     # -- write ------------------------------------------------------------------------------------
 
     def write(self, assigned: Assigned | None) -> Written:
-        """Write this rank's files; return what the committer is told of them."""
+        """Write this rank's files; return the report for the committer."""
         request = self.request
         # The message store names the attempt. With a name of an earlier one, what is deleted after a failure
         # would be the files of that one.
@@ -224,7 +225,7 @@ class SaveJob:
         return Written(request.step, self.grid, self.files, report)
 
     def earlier(self) -> Earlier | None:
-        """Return the save whose bytes need not be written again; None if all are to be written."""
+        """Return the previous save whose files can be linked; None if everything has to be written."""
         return recall(self.store, self.rank) if self.options.link_unchanged else None
 
     # -- commit -----------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ class SaveJob:
             return self.commit.publish()
 
     def is_committed(self) -> bool:
-        """Return whether the index of this attempt is in storage, as far as this rank can see."""
+        """Return whether this rank sees the index of this attempt in storage."""
         return is_of_attempt(self.store, self.attempt) is True
 
     def is_moved(self) -> bool:
@@ -265,7 +266,7 @@ class SaveJob:
             self.request.mark()
 
     def tidy(self) -> None:
-        """Committer, after the commit: delete data that only the replaced index named, and call
+        """Committer, after the commit: delete data that only the replaced index referred to, and call
         `request.after`."""
         assert self.commit is not None
         # Not before the commit: until the new index is durable, a crash must leave the old checkpoint whole.
@@ -277,7 +278,7 @@ class SaveJob:
                 self.request.after()
 
     def discard(self) -> None:
-        """Delete this rank's files after a failure, if it is known that no index names them."""
+        """Delete this rank's files after a failure, if no index can refer to them."""
         # None: storage does not tell, so nothing is deleted.
         if self.files and is_of_attempt(self.store, self.attempt) is False:
             discard(self.store, names_of(self.files))
@@ -298,16 +299,16 @@ def save(
     """Save a state from all participants into the folder `path`; it is durable on return.
 
     Issues no collective. Returns on every rank by the job's `timeout` (plus two seconds at most), and raises
-    the same error on all of them if anything went wrong anywhere; then the folder holds what it held before.
+    the same error on all of them if any rank fails; then the folder is unchanged.
 
     state_dict: nested dict of tensors, DTensors, `Shard`s, `PerRank`s, objects, stateful values.
     path: the folder of this checkpoint, or a store.
     step: its number, a whole number from 0 on, or None.
     include, exclude: shell patterns of names; `model` means everything under it.
-    expected: names that must be in the save, or "previous": those of the checkpoint that it replaces; None:
-        no such check.
-    overwrite: replace a checkpoint that is there; it stays whole until the instant of commit.
-    notes: any JSON value, stored in the index for its readers.
+    expected: names that the save must contain, or "previous": the names in the checkpoint that it replaces.
+        None: no check.
+    overwrite: replace an existing checkpoint, which stays intact until the commit.
+    notes: any JSON value, stored in the index.
     job: who takes part, deadlines, options (`holdfast.Job`).
 
     Raises only `HoldfastError`s (see `holdfast.errors`); `BadInput` before anything was started.

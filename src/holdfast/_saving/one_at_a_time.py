@@ -1,4 +1,4 @@
-"""Commits of this process that put an index in place at this moment.
+"""Wait for commits of this process that are publishing an index.
 
 A Ctrl-C returns to the caller although storage may still be at work. The next save into that folder would
 read the old version, and end in a Conflict with its own predecessor; so it waits first.
@@ -14,13 +14,13 @@ from holdfast._deadline import Deadline
 from holdfast.errors import DeadlineExceeded
 
 LOOK = 0.1
-"""Seconds between two looks whether the waiting save was given up."""
+"""Seconds between two checks whether the waiting save was cancelled."""
 _under_way: dict[str, threading.Event] = {}
 
 
 @contextmanager
 def publishing(place: str) -> Iterator[None]:
-    """Note that an index is being put in place."""
+    """Record that an index is being published."""
     ended = _under_way[place] = threading.Event()
     try:
         yield

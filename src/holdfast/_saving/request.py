@@ -22,9 +22,9 @@ PREVIOUS = "previous"
 class SaveRequest:
     """A save of this rank: its arguments, the participants, and the callbacks of its caller.
 
-    collect: returns the state's leaves for a rank. What it raises is told to the other ranks.
+    collect: returns the state's leaves for a rank. Its exceptions are sent to the other ranks.
     The fields up to `options`, but `about`, are the arguments of `holdfast.save`.
-    about: more that the index says of itself (docs/format.md).
+    about: further metadata for the index (docs/format.md).
     objects_may_differ: if ranks have different objects under one name, save that of the lowest rank and
         warn (torch DCP does so without a warning); by default that is an error.
     previous: committer: returns the checkpoint to compare names with, if the folder has none yet.

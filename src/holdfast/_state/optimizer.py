@@ -40,15 +40,16 @@ def get_state_dict(
     """`torch.distributed.checkpoint.state_dict.get_state_dict`, without a step or a collective.
 
     Returns the states of the model and the optimizers, with this rank's own tensors, to save or to load into.
-    They can be built once: each save and load reads the model and the optimizers again, except values that
-    you have replaced, and a load updates the model and the optimizers. (`set_state_dict` after it does no
-    harm.) This holds for these dicts and those in them; a deep copy has the values of its time.
+    They can be built once: each save and load reads the current values of the model and the optimizers
+    (except entries that you replaced), and a load updates the model and the optimizers; calling
+    `set_state_dict` after it is harmless. This holds for these dicts and the dicts in them; a deep copy is a
+    snapshot.
 
     model: a module, or this rank's parts of one (pipeline stages).
     options: torch's `StateDictOptions`; `flatten_optimizer_state_dict`, `ignore_frozen_params` and `strict`
         are used.
-    missing: what a save does with a trainable parameter that has no optimizer state on this rank: "skip"
-        leaves it out; if other ranks have a state of it, that is an error that names it. "zeros" saves zeros
+    missing: how a save treats a trainable parameter without optimizer state on this rank. "skip" leaves it
+        out; it is an error, which names the parameter, if other ranks have state for it. "zeros" saves zeros
         for this rank's part.
     flatten_optimizer_state_dict: store hyperparameters per parameter, as torch does under this name: needed
         if ranks hold different parameters (pipeline stages, experts as separate modules).
@@ -84,7 +85,7 @@ def set_state_dict(
 
     model_state_dict: an empty one leaves the model as it is, as in torch.
     options: torch's `StateDictOptions`, as in `get_state_dict`.
-    strict: a name of the model's state that is not in the model, or the other way round, is an error.
+    strict: raise an error for names that are only in `model_state_dict` or only in the model.
 
     Raises MissingTensors if the checkpoint has only a part of some parameter's state, BadInput if there are
     optimizers and optim_state_dict is empty.
@@ -158,7 +159,7 @@ class OptimizerView:
             }
 
     def loaded(self) -> None:
-        """Put into the optimizers what a load has put into the state."""
+        """Copy the values that a load put into the state to the optimizers."""
         _Changes(self._parts, self._optimizers, self.state).make()
         settle(self.state)
 

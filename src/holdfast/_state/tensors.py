@@ -1,4 +1,4 @@
-"""Declarations of a user about a value: `Shard` and `PerRank`."""
+"""User declarations about a value: `Shard` and `PerRank`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from holdfast.errors import BadInput
 
 
 class Shard:
-    """A local tensor declared as a box of a global one.
+    """A local tensor, declared as a box of a global tensor.
 
-    `tensor` (any device) is the box that begins at `offset`, with the tensor's shape, of a tensor of shape
-    `global_shape`. `replica=(index, count)` says that `count` ranks hold this box and this is the index-th of
-    them; they share the writing. The default (0, 1) says that only this rank holds it. Put several Shards of
-    one global tensor into a list under one name.
+    `tensor` (on any device) is the part of a tensor of shape `global_shape` that begins at `offset` and has
+    the local tensor's shape. `replica=(index, count)` says that `count` ranks hold this box and this is the
+    index-th of them; they share the writing. The default (0, 1) says that only this rank holds it. Put
+    several Shards of one global tensor into a list under one name.
 
-    One element of `offset` may be None: along that axis the shard begins where those of lower `position` end;
-    this rank need not know their lengths. Positions count from 0 among the shards with the same offsets along
-    the other axes; all of those have None there. Replicas have the same position.
+    One element of `offset` may be None: along that axis the shard begins where the shards of lower `position`
+    end, whose lengths this rank need not know. `position` counts from 0 among the shards with equal offsets
+    along the other axes; all of them must have None there. Replicas have the same position.
     """
 
     __slots__ = ("global_shape", "late", "offset", "replica", "tensor")
@@ -87,12 +87,11 @@ class PerRank:
     values of ranks that are gone (the world has shrunk) would be lost, unless it is `optional`, or the load
     has `strict=False`. After a load, `value` is the loaded value.
 
-    merge: makes the value of this rank from those of the ranks that saved, {rank: value} with ascending
-        ranks, each built as `value` is, its tensors in host memory. It is called once on each rank, and only
-        if the ranks of the load are others than those of the save; on another thread, before anything is put
-        into the state. It may not call collectives: every rank gets the values of all. What it returns has
-        the names, and tensors have the shapes and dtypes, that `value` has. If it raises, or returns
-        something else, all ranks raise LoadFailed.
+    merge: a function that makes the value of this rank from the saved values: {rank: value}, ranks ascending,
+        each with the structure of `value` and its tensors in host memory. It is called once on each rank, and
+        only if the ranks of the load differ from those of the save; on another thread, before the state is
+        changed. It must not call collectives. Its result must have the same names, shapes and dtypes as
+        `value`. If it raises, or returns something else, all ranks raise LoadFailed.
     """
 
     __slots__ = ("merge", "optional", "value")

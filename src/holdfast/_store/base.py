@@ -1,4 +1,4 @@
-"""The interface to storage: all that Holdfast requires of a place that keeps files.
+"""The storage interface: everything that Holdfast requires of a store.
 
 A store is a folder. Names are relative, with `/`, and never leave it. Every failure is a `StorageError` that
 names the file and the reason; a missing file is `NotFound`. The protocol relies on these promises, which
@@ -7,9 +7,9 @@ names the file and the reason; a missing file is `NotFound`. The protocol relies
 - after `Writer.finish` has returned, the file is durable, including its name;
 - `publish` is atomic: a reader, or the next boot, sees all of the old bytes or all of the new ones;
 - of several `publish` calls that replace the same version, one succeeds and the others raise `Conflict`;
-- the error of `publish` tells whether the new version is in place: only if it is not, the data that it names
-  is deleted;
-- `create`, `publish` and `delete` follow no links: what is behind a link belongs to somebody else.
+- the error of `publish` tells whether the new version is in place: only if it is not, the data that it refers
+  to is deleted;
+- `create`, `publish` and `delete` follow no links: the target of a link belongs to somebody else.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Unsettled(StorageError):
 
 
 class Kind(Enum):
-    """The kind of thing that a name stands for."""
+    """File type."""
 
     FILE = "file"
     FOLDER = "folder"
@@ -55,7 +55,7 @@ class Kind(Enum):
 
 
 FOLDERS = (Kind.FOLDER, Kind.LINK)
-"""The kinds that the folder of a store may have."""
+"""File types that the root folder of a store may have."""
 
 
 class Entry(NamedTuple):
@@ -66,18 +66,18 @@ class Entry(NamedTuple):
     modified: float
     """Seconds since the epoch, by the storage's clock; 0 if it has none."""
     links: int = 1
-    """How many names the file has; its bytes are freed with the last one."""
+    """Number of hard links to the file."""
     named: float = 0.0
-    """When it got or lost a name, or its content, last, by the same clock; 0 if that is not known."""
+    """Time of the last change of its links or content (ctime), by the same clock; 0 if unknown."""
 
 
 class Reader(Protocol):
-    """An open file. Safe to use from several threads at once."""
+    """A file open for reading. Thread-safe."""
 
     size: int
 
     def read(self, start: int, length: int) -> bytes:
-        """Return these bytes, or fewer at the end of the file."""
+        """Return `length` bytes from `start`, or fewer at the end of the file."""
         ...
 
     def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
@@ -88,7 +88,7 @@ class Reader(Protocol):
 
 
 class Writer(Protocol):
-    """A new file that no reader takes for complete yet. Safe to use from several threads at once."""
+    """A new file that is being written; readers do not take it for complete. Thread-safe."""
 
     def write_at(self, start: int, buffers: Sequence[Buffer]) -> None: ...
 
@@ -109,7 +109,7 @@ class Store(Protocol):
     """
 
     url: str
-    """Names the folder in messages, and tells it from every other one of this process and its peers."""
+    """Names the folder in messages, and identifies it among all stores of this process and of other ranks."""
 
     def open(self, path: str) -> Reader: ...
 
@@ -121,8 +121,8 @@ class Store(Protocol):
         """Put a small file in place atomically. `replacing` is the last VERSION_BYTES bytes of the version
         that it may replace, None if there must be none; otherwise raises `Conflict`.
 
-        Returns: it is in place, and durable. Raises `Unsettled`: it is in place, or that can't be told.
-        Raises `Conflict` or another `StorageError`: it is known not to be in place, and will not be.
+        On return the new version is in place and durable. Raises `Unsettled` if it is, or may be, in place;
+        `Conflict` or another `StorageError` if it is not, and never will be.
         """
         ...
 
@@ -138,9 +138,9 @@ class Store(Protocol):
         ...
 
     def stat(self, path: str = "") -> Entry | None:
-        """Return what a name stands for (a link itself, not its target); None if there is nothing.
+        """Return the metadata of a file, folder or link (not of its target); None if it does not exist.
 
-        Without a path: this folder. Links are followed then, unless it is a child of another store.
+        Without a path: of this folder. Then links are followed, unless it is a child of another store.
         """
         ...
 
@@ -148,7 +148,7 @@ class Store(Protocol):
         """Return the names directly in a folder, sorted. Folders, and links to folders, end with `/`. A
         missing folder is empty.
 
-        A link that leads nowhere, or in a circle, is listed like a file.
+        A dangling or circular link is listed like a file.
         """
         ...
 
@@ -158,7 +158,7 @@ class Store(Protocol):
 
 
 Folder = str | os.PathLike[str] | Store
-"""A folder as callers give it: its path, or a store (`store.local.open_store`)."""
+"""A folder argument: a path, or a store (`store.local.open_store`)."""
 
 
 def replace_file(store: Store, path: str, data: bytes) -> None:
@@ -205,7 +205,7 @@ class storage_errors:  # noqa: N801, because it is used like a function, as cont
 
 _FORBIDDEN = "Give this user the right to read it, and to search the folders that it lies in."
 _READING = {errno.EACCES: _FORBIDDEN, errno.EPERM: _FORBIDDEN}
-"""What to do, by the errno, where something was read."""
+"""Hints for failed reads, by errno."""
 _WRITING = {
     errno.EACCES: "Choose a folder that this user can write to.",
     errno.EPERM: "Choose a folder that this user can write to, and that is not immutable.",
@@ -222,7 +222,7 @@ _HINTS = {
     errno.ELOOP: "Mend the link in the path that leads in a circle.",
     errno.ESTALE: "Try again; if that does not help, mount the network file system anew on this host.",
 }
-"""What to do in both cases."""
+"""Hints for failed reads and writes, by errno."""
 
 
 def _as_storage_error(doing: str, path: str, error: OSError) -> StorageError:

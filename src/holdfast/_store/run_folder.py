@@ -4,7 +4,7 @@ A step is a folder named `step-10` or `iter_10`, with any number of zeros before
 holds our index, or the metadata of a checkpoint of torch DCP or megatron-core, which load as well. If several
 folders have the same number, those with our index come first, then the one that was committed last.
 
-Fewer may be removed: folders that are named as Holdfast names them, hold our index, and are no links.
+Only folders with Holdfast's own spelling and index, which are not links, may be removed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ libraries write them. Without a number it may be the model that the training beg
 _LOADED = (INDEX, METADATA, *_WEIGHTS[:2])
 """The files of checkpoints that `holdfast.load` reads."""
 LOOKED_AT = 200
-"""In a run folder without a step, at most this many folders with other names are checked."""
+"""Maximum number of folders with other names to check in a run folder without steps."""
 STEPS = 10**18
 """Steps are below this number, which tells them from times and hashes in a folder's name."""
 _STEP = re.compile(r"(?:step-|iter_)([0-9]{1,18})\Z")
@@ -58,13 +58,13 @@ def step_folder(step: int, megatron: bool = False) -> str:
 
 
 def step_of(folder: str) -> int | None:
-    """Return the step in a folder's name, in either spelling and any width; None if it is not a step's."""
+    """Return the step number in a folder's name, in either spelling and any width; None for other names."""
     match = _STEP.match(folder)
     return None if match is None else int(match[1])
 
 
 def is_spelled_as_ours(folder: str) -> bool:
-    """Return whether a folder is named as Holdfast names a step's."""
+    """Return whether a folder name is in Holdfast's own spelling."""
     step = step_of(folder)
     return step is not None and folder in (step_folder(step), step_folder(step, megatron=True))
 
@@ -97,8 +97,8 @@ def own_steps(store: Store) -> dict[int, str]:
 
 
 def newest_steps(store: Store, most: int, but: Collection[int] = ()) -> dict[int, str]:
-    """Return the newest committed steps, at most `most`, without reading older ones; those that the run has
-    left behind last. but: steps to leave out."""
+    """Return up to `most` newest committed steps, without reading older ones; steps that the run abandoned by
+    resuming from an earlier one come last. but: steps to leave out."""
     steps = (found for found in _newest_first(store) if found[0] not in but)
     return {step: marked.folder for step, marked in islice(steps, most)}
 
@@ -116,9 +116,10 @@ def steps_above(store: Store, step: int) -> dict[int, Marked]:
 
 
 def latest(run: Folder) -> str | None:
-    """Return the folder of the newest committed step of a run, or None. Reads no data and needs no torch.
+    """Return the path of the newest committed step folder of a run, or None. Reads no data and needs no
+    torch.
 
-    Raises BadInput if there are checkpoints, but none that is a step's.
+    Raises BadInput if the folder contains checkpoints, but none in a step folder.
     """
     store = open_store(run)
     for folder in newest_steps(store, 1).values():
@@ -138,7 +139,7 @@ class Marked(NamedTuple):
 
     folder: str
     mark: str
-    """The file that makes it a checkpoint."""
+    """The name of the file that marks it as a checkpoint."""
 
 
 def by_step(store: Store) -> list[tuple[int, list[str]]]:
@@ -149,7 +150,7 @@ def by_step(store: Store) -> list[tuple[int, list[str]]]:
 
 
 def _newest_first(store: Store) -> Iterator[tuple[int, Marked]]:
-    """Yield the committed steps, the newest first, and after all others those that are left behind."""
+    """Yield the committed steps, newest first; steps that the run abandoned come after all others."""
     left, passed = left_behind(store), list[tuple[int, Marked]]()
     for step, marked in _committed(store, newest_first=True):
         if is_left(store, left, *marked):
@@ -201,7 +202,8 @@ def is_only_marked(store: Store) -> bool:
 
 
 def best_of(store: Store, folders: list[str]) -> Marked | None:
-    """Return the folder that is the checkpoint of a step, of several with its number; None if none is."""
+    """Choose among the folders with the same step number: return the one that counts as the step; None if
+    none holds a checkpoint."""
     marked = [Marked(folder, mark) for folder in folders if (mark := _mark(store, folder)) is not None]
     if len(marked) < 2:
         return marked[0] if marked else None

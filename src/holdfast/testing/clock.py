@@ -1,4 +1,4 @@
-"""A clock that only a test moves: an hour takes a microsecond, and every run is the same."""
+"""A clock that only a test advances: an hour takes a microsecond, and every run is the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class ManualClock:
-    """A `holdfast._deadline.Clock`. `sleep` moves it at once; `advance` moves it from outside.
+    """A `holdfast._deadline.Clock`. `sleep` advances it at once; tests call `advance`.
 
     >>> clock = ManualClock()
     >>> deadline = Deadline(3600, clock)
@@ -19,7 +19,7 @@ class ManualClock:
         self._now = float(start)
         self._lock = threading.Lock()
         self.slept: list[float] = []
-        """What `sleep` was asked for, in order."""
+        """The arguments of all `sleep` calls, in seconds, in order."""
 
     def now(self) -> float:
         # The code under test may read the clock on another thread while the test moves it.

@@ -1,4 +1,4 @@
-"""What every roster must do. Subclass it, give it a `world` fixture, and pytest runs the contract."""
+"""A contract test for rosters: subclass it, add a `world` fixture, and run it with pytest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast._values import Message
 
 
 class RosterContract:
-    """Override the fixture `world`: a function that makes the rosters of a world of some size."""
+    """Override the fixture `world`: a function that takes a world size and returns one roster per rank."""
 
     @pytest.fixture
     def world(self) -> Callable[[int], list[Roster]]:

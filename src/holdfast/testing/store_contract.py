@@ -1,4 +1,4 @@
-"""What every store must do: subclass it, give it a store, and run it with pytest.
+"""A contract test for stores: subclass it, add a `store` fixture, and run it with pytest.
 
     from holdfast.testing import StoreContract
 
@@ -52,7 +52,7 @@ def race(actions: Sequence[Callable[[], object]]) -> list[object]:
 
 
 def put(store: Store, path: str, data: bytes) -> None:
-    """Write a file to its end."""
+    """Write a whole file."""
     writer = store.create(path)
     writer.write_at(0, [data])
     writer.finish()
@@ -94,7 +94,7 @@ class StoreContract:
     def test_writes_may_come_in_any_order_and_from_several_threads(self, store: Store) -> None:
         parts = [bytes([index]) * 1000 for index in range(16)]
         writer = store.create("a")
-        # Holes first, which later writes fill.
+        # Out of order: later writes fill the holes.
         order = [*range(1, 16, 2), *range(0, 16, 2)]
         writes = [partial(writer.write_at, i * 1000, [parts[i][:300], parts[i][300:]]) for i in order]
         assert race(writes) == [None] * 16
@@ -138,7 +138,7 @@ class StoreContract:
         assert buffers[2] == bytes([98, 99]) + b"zzzz"
         assert reader.read_into(0, []) == 0
         reader.close()
-        reader.close()  # twice is once
+        reader.close()  # closing twice is allowed
 
     def test_several_threads_read_one_file(self, store: Store) -> None:
         data = bytes(range(256)) * 40
@@ -302,7 +302,7 @@ class StoreContract:
         assert content(child, "x") == b"1"
         child.delete("x")
         assert child.remove()
-        assert child.remove()  # twice is once
+        assert child.remove()  # removing twice is allowed
         assert store.stat("a") is None
         put(child, "x", b"2")  # and it is made again when it is needed
         assert content(store, "a/x") == b"2"

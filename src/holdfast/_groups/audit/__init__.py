@@ -1,4 +1,4 @@
-"""Find what is known to end in a hang in the process groups and environment of a process.
+"""Find known causes of hangs in the process groups and environment of a process.
 
 `hazards`, `known` and `doctor` do not import torch.
 """

@@ -1,4 +1,4 @@
-"""`audit`: list what is known to end in a hang in this process's groups and environment."""
+"""`audit`: list known causes of hangs in this process's groups and environment."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def audit(*, all_ranks: bool = False, job: Job | None = None) -> list[Hazard]:
     Hazards are groups that were never warmed up, groups of one rank, timeouts other than the default group's,
     names that depend on a rank's history, leaked groups, and environment variables that hide a hang.
 
-    all_ranks: also compare over the roster how many groups each rank has made; all ranks must call.
-    job: of that call; its timeout is 60 s by default.
+    all_ranks: also compare the number of groups that each rank has made, over the roster. All ranks must
+        call.
+    job: the job of that comparison; its timeout is 60 s by default.
 
     Each `Hazard` has `kind`, `what` and `remedy`. `holdfast doctor --pid` shows the same list for a process
     that has called `open_groups`, `warm_up` or `session`.

@@ -25,11 +25,11 @@ from holdfast.errors import BadInput, HoldfastError
 
 log = logging.getLogger("holdfast")
 LARGEST = 64 << 20
-"""Bytes that an answer may have at most."""
+"""Maximum bytes of an answer."""
 WITHIN = 1.0
-"""Seconds that a client has to read its answer: the heart has more to do."""
+"""Seconds within which a client must read its answer, as it blocks the heart."""
 _serving: dict[int, _Doctor] = {}
-"""What answers in a process, by pid: a fork has none."""
+"""pid -> the server of that process. By pid, because a fork has none."""
 _lock = threading.Lock()
 
 

@@ -33,7 +33,7 @@ class GroupFacts(msgspec.Struct, frozen=True):
 
 
 class ProcessFacts(msgspec.Struct, frozen=True):
-    """Input of an audit: what a process knows about itself."""
+    """Input of an audit: the process groups and environment of a process."""
 
     pid: int
     rank: int | None
@@ -49,7 +49,7 @@ class ProcessFacts(msgspec.Struct, frozen=True):
 
 
 class Hazard(msgspec.Struct, frozen=True):
-    """Something that is known to end in a hang, and what to do about it."""
+    """A known cause of hangs, and its remedy."""
 
     kind: str
     what: str
@@ -81,7 +81,7 @@ _SWITCHES = (
     ),
     (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "no dump", "a timeout writes no flight record.", ""),
 )
-"""Variables that switch something off, the hazard of that, and what holds without them."""
+"""Environment variables that disable something, the resulting hazard, and the default."""
 
 
 def hazards(facts: ProcessFacts) -> list[Hazard]:

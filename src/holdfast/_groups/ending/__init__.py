@@ -1,1 +1,1 @@
-"""How this process ends: by which SystemExit, and for how long it may stay after that."""
+"""The end of this process: the SystemExit that ends the program, and a limit on the time after that."""

@@ -1,7 +1,6 @@
-"""Tell of a process that had a session and stays after its main thread without doing anything; end it, if
-that was asked for.
+"""Report a process that had a session and stays idle after the end of its main thread; optionally end it.
 
-What keeps it may be an `atexit` handler, a thread that is no daemon, a child process that does not end, the
+The cause may be an `atexit` handler, a thread that is no daemon, a child process that does not end, the
 finalisation of the interpreter, or a destructor of a C++ library. The time counts from the end of the main
 thread, and only while the process and its children use no CPU time, read and write nothing, and no data moves
 on their connections, and while Holdfast itself is idle: saves and the closing of sessions have deadlines of
@@ -30,9 +29,9 @@ from holdfast._under_way import wait_for_works
 from holdfast.errors import HoldfastError
 
 EXIT_LATE = 87
-"""Exit code of a process that was still there when the bound was over."""
+"""Exit code of a process that was still alive after the limit."""
 WINDOW = 5.0
-"""Seconds in which activity is measured, at most."""
+"""Maximum seconds of one activity measurement."""
 IDLE = 0.01
 """CPU time a second below which a thread does nothing: those that only wait look at a clock now and then. It
 is not the sum that counts: gloo and NCCL have several such threads for each group."""
@@ -45,12 +44,12 @@ progress, and the end of an interpreter with torch in it takes long on a busy ma
 
 
 class _Bound:
-    """What is told of one process, and its bound; a duty of the heart from the end of the main thread on."""
+    """The idle timer of one process; a duty of the heart from the end of the main thread on."""
 
     def __init__(self, who: str) -> None:
         self.pid, self.who = os.getpid(), who
         self.seconds: float | None = None
-        """Of doing nothing, after which the process is ended; None: it never is."""
+        """Idle seconds after which the process is ended; None: never."""
         self.told_after = self.interval = 0.0
         self._is_told = False
         self.bodies: list[threading.Thread] = []
@@ -61,7 +60,7 @@ class _Bound:
         self._moved: list[int] = []
 
     def begin(self) -> None:
-        """Start to count: the main thread has ended."""
+        """Start the timer, at the end of the main thread."""
         if self.pid != os.getpid() or self._begun:
             return
         self._begun = True
@@ -77,7 +76,7 @@ class _Bound:
                 disarm()
 
     def beat(self) -> None:
-        """Count on, or anew, if the process does something."""
+        """Advance the idle timer, or restart it if the process is active."""
         now = time.monotonic()
         cpu, moved = activity()
         # What this thread computes, which beats and looks, is no work of the program.
@@ -98,7 +97,7 @@ class _Bound:
             )
 
     def close(self) -> None:
-        """Nothing: it lasts to the end of the process."""
+        """Nothing to release before the end of the process."""
 
     def bound_finalisation(self) -> None:
         """Have the kernel end the process, too: faulthandler ends with the interpreter, and C code may go on
@@ -119,7 +118,7 @@ class _Bound:
             signal.setitimer(signal.ITIMER_REAL, max(self.seconds, FINAL) + 2 * MARGIN)
 
     def _is_at_work(self) -> bool:
-        """Return whether a thread that had a session still runs, or Holdfast's own work is under way."""
+        """Return whether a thread that had a session, or work of Holdfast itself, is still running."""
         goes_on = any(thread.is_alive() and not thread.daemon for thread in self.bodies)
         return goes_on or is_working() or bool(wait_for_works(0.0))
 

@@ -39,7 +39,7 @@ _CODE = SystemExit.__dict__["code"]
 _BOOTSTRAP = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
 _program_exit: ProgramExit | None = None
 _seers: set[int] = set()
-"""Those who want to see it, by their ids."""
+"""ids of the users that need the exit code."""
 _sys_exit = sys.exit
 _lock = threading.Lock()
 
@@ -50,7 +50,7 @@ def program_exit() -> ProgramExit | None:
 
 
 def how_it_ended() -> str:
-    """Say how the main thread has ended, as a part of a sentence."""
+    """Describe how the main thread has ended, as part of a sentence."""
     if _program_exit is not None:
         return f"its program {_program_exit}"
     error = uncaught()
@@ -58,7 +58,8 @@ def how_it_ended() -> str:
 
 
 def see_exits(user: object) -> None:
-    """See by which SystemExit the program ends (`program_exit`), until `forget_exits` of the same user."""
+    """Start to record the SystemExit that ends the program (`program_exit`), until `forget_exits` of the
+    user."""
     with _lock, suppress(Exception):  # another interpreter: exit codes are not known there
         if not _seers:
             _put(property(_seen, _CODE.__set__))
@@ -86,7 +87,7 @@ def _put(code: object) -> None:
 
 
 def _seen(error: SystemExit) -> object:
-    """Return the code, and note it if the interpreter reads it of the exception that ends the program."""
+    """Return the code, and record it if the interpreter reads it to end the program."""
     global _program_exit
     code: object = _CODE.__get__(error)
     # It reads from C: there is no frame around this one, and in a child of multiprocessing that of its

@@ -1,4 +1,4 @@
-"""Which ranks keep a warm-up: by where each rank says that it is, in the groups and in their collectives."""
+"""Find the ranks that delay a warm-up, from each rank's published position in groups and collectives."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is in a warm-up, by its presence message."""
+    """The position of a rank in a warm-up, from its presence message."""
 
     position: int = -1
-    """The number of the group that it is at, in its own order."""
+    """The index of its current group, in its own order."""
     round: int = 0
     """The round of that group, by which ranks compare."""
     operation: int = 0
-    """The number of the collective that it is at in that group."""
+    """The index of its current collective in that group."""
     issued: bool | None = None
-    """Whether it has issued the collective that it is at; None where its backend does not tell."""
+    """Whether it has issued its current collective; None if the backend does not tell."""
     free: int | None = None
-    """Bytes of GPU memory."""
+    """Free bytes of GPU memory."""
 
     @classmethod
     def of(cls, record: Message) -> Place:
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
 
 
 def places_of(seen: dict[int, Seen], key: str) -> dict[int, Place]:
-    """Return where ranks are in the warm-up of this key; nothing of a rank that is not in it."""
+    """Return the positions of ranks in the warm-up with this key; ranks outside of it are omitted."""
     return {
         rank: Place.of(one.vitals.operations[key])
         for rank, one in seen.items()
@@ -61,14 +61,14 @@ def places_of(seen: dict[int, Seen], key: str) -> dict[int, Place]:
 
 
 def may_be_explained(error: RankFailed) -> bool:
-    """Return whether nothing but time has ended the warm-up: other errors say the cause themselves."""
+    """Return whether the warm-up ended by a timeout; other errors already contain the cause."""
     return isinstance(error, DeadlineExceeded) or STALLED in error.details
 
 
 def who_did_not_come(
     error: RankFailed, seen: dict[int, Seen], key: str, places: dict[int, Place], plan: Plan, seconds: float
 ) -> HoldfastError | None:
-    """Return an error that says who arrived, and who did not, in the earliest group that is not done."""
+    """Return an error that lists arrived and missing ranks of the earliest unfinished group."""
     stuck = []
     for name, (_, ranks) in plan.groups.items():
         # Below 0: the rank has not come to the group. 0: it is in it. Above 0: it is done with it.

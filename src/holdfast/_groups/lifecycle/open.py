@@ -36,8 +36,8 @@ class Groups(Mapping[str, dist.ProcessGroup]):
     `groups["world"]`.
 
     No group is made if this rank is its only member: there is nothing to communicate, and a communicator of
-    one takes as much memory as any other. The mapping has neither such names nor those of groups that this
-    rank is not in: `size` is 1 for the former, and 0 for the latter.
+    one rank takes as much memory as any other. The mapping lacks the names of such groups (`size` is 1) and
+    of groups that this rank is not in (`size` is 0).
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Groups(Mapping[str, dist.ProcessGroup]):
         return len(self._known)
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """Return the ranks of this rank's group of a name, itself included.
+        """Return the ranks of this rank's group with a name, itself included.
 
         (rank,) if it is the only member, () if it is in no such group.
         """
         return self._members.get(name, ())
 
     def size(self, name: str) -> int:
-        """Return how many ranks this rank's group of a name has."""
+        """Return the number of ranks in this rank's group with a name."""
         return len(self.ranks(name))
 
     def close(self, timeout: float = 60.0) -> None:
@@ -217,9 +217,9 @@ def open_groups(
     names: which groups (Megatron's names, `holdfast._groups.lifecycle.plan.KINDS`); default all. Names whose
         ranks are the same share a group.
     backend: the backend of the groups; default that of the default group.
-    job: its `timeout` (600 s by default) is that of this call, and of the collectives of these groups.
+    job: its `timeout` (600 s by default) applies to this call and to the collectives of these groups.
 
-    No group of one rank is made. Raises the same `HoldfastError` on all ranks: `BadInput` if ranks have
+    Groups of one rank are not made. Raises the same `HoldfastError` on all ranks: `BadInput` if ranks have
     different layouts or made different groups before, `RankFailed` that names the missing ranks.
     """
     if not dist.is_initialized():

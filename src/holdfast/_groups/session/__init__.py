@@ -1,1 +1,2 @@
-"""Watch the ranks from the first process group to the end of the process, and bound the time of that end."""
+"""Sessions: monitor the ranks from the first process group to process exit, and bound the time of the
+exit."""

@@ -15,9 +15,9 @@ from holdfast._stacks import calls_of_error
 from holdfast.errors import HoldfastError, RankFailed, RankInfo
 
 AT_MOST = 64
-"""Ranks of a collective that are asked where they are."""
+"""Maximum number of ranks of a collective that are asked for their stacks."""
 SHOWN = 8
-"""Ranks that a message lists."""
+"""Maximum number of ranks listed in a message."""
 
 
 def in_words(error: BaseException | None, me: Identity, missing: tuple[RankInfo, ...]) -> HoldfastError:
@@ -34,7 +34,7 @@ def in_words(error: BaseException | None, me: Identity, missing: tuple[RankInfo,
 
 
 def _what(error: BaseException | None) -> str:
-    """Return what an exception was, and where, as the end of a sentence."""
+    """Describe an exception and its location, as the end of a sentence."""
     if isinstance(error, SystemExit):
         exited = program_exit()  # has the call that exited, if this exception has ended the program already
         if exited is None or error.__traceback__ is not None:
@@ -48,13 +48,13 @@ def _what(error: BaseException | None) -> str:
 
 
 def not_in_the_collective(missing: tuple[RankInfo, ...]) -> str:
-    """Return the text that lists the ranks."""
+    """Return the text about ranks that were not in the collective."""
     more = f"; and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
     return f"not in that collective: {'; '.join(map(str, missing[:SHOWN]))}{more}"
 
 
 def innermost_call(error: BaseException | None) -> str:
-    """Return the innermost call of an exception: ranks that are in one collective have the same one."""
+    """Return the innermost call of an exception's traceback; it is equal on all ranks in one collective."""
     return calls_of_error(error).rpartition(" > ")[2]
 
 

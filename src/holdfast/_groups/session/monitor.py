@@ -1,9 +1,9 @@
-"""The monitor of a session: it hears of the first failure on any rank, beside training, without collectives.
+"""The monitor of a session: detects the first failure on any rank, beside training, without collectives.
 
-It is shown by the beacon of its rank, whose watch over the neighbours tells it when the kernel says that a
-process has ended. A rank that raises, or that sees a neighbour's end, claims one key with the error; the
-first claim is the error of all ranks. A process that lives ends nothing, however silent it is, nor does a
-message store that does not answer; a rank that has ended well ends nothing either.
+The beacon of the rank publishes it, and reports ended neighbour processes to it (`neighbours`). A rank that
+raises, or sees a neighbour's process end, claims one key with the error; the first claim is the error of all
+ranks. The session is not ended by a silent process that is alive, by a message store that does not answer, or
+by a rank that ends successfully.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ log = logging.getLogger("holdfast")
 class Monitor:
     """The part of one rank in a session.
 
-    host: the vitals of the rank whose process serves the message store, if it is one's. stall_timeout:
-        seconds after which even a silent neighbour that lives is given up; None: never. on_failure: called
+    host: the vitals of the rank that hosts the message store; None if no rank does. stall_timeout: seconds of
+        silence after which even a live neighbour counts as failed; None: never. on_failure: called
         once, on a thread of its own, with the error that ends the session on all ranks.
     """
 
@@ -56,13 +56,13 @@ class Monitor:
         self._stall, self._on_failure = stall_timeout, on_failure
         self._timers: dict[int, StallTimer] = {}
         self._silent_since: float | None = None
-        """When the message store has stopped answering."""
+        """Since when the message store does not answer."""
         self._said_silent = self._over = False
         self._lock = threading.Lock()
 
     @property
     def server(self) -> int | None:
-        """The rank whose process serves the message store, if it is one's."""
+        """The rank that hosts the message store; None if no rank does."""
         return self.host.who.rank if self.host is not None else None
 
     def start(self) -> None:
@@ -70,11 +70,12 @@ class Monitor:
         self.presence.begin(self.key, beats=True)
 
     def stop(self) -> None:
-        """Hear of no failure any more. Ranks that wait for this one now wait for what it says (`say`)."""
+        """Stop monitoring for failures. Ranks that wait for this one now wait for its announcements
+        (`say`)."""
         self._over = True
 
     def leave(self) -> None:
-        """Stop showing this rank in the session."""
+        """Remove the session from this rank's presence message."""
         self.presence.stop()
 
     # -- on any thread, in bounded time ---------------------------------------------------------
@@ -96,18 +97,18 @@ class Monitor:
         return bool(standing["claim"] == mine["claim"])
 
     def look(self) -> None:
-        """Look now whether a rank has failed."""
+        """Check now whether a rank has failed."""
         with suppress(RosterLost):
             self._look(self._bounded)
 
     def say(self, what: str) -> None:
-        """Tell the other ranks that this one has `heard` of a failure, or has `left`."""
+        """Announce that this rank has `heard` of a failure, or has `left`."""
         with suppress(RosterLost):
             self._bounded.put(f"{self.key}/{what}/{self.roster.rank}", {"at": time.time()})
 
     def wait_for(self, what: str, ranks: Sequence[int], ends: float) -> list[int]:
-        """Wait until each of these ranks has said `what`, `left` or is gone, or until the (monotonic) time
-        `ends`. Return those that have not."""
+        """Wait until each of these ranks has announced `what` or `left`, or its process has ended; at most
+        until the monotonic time `ends`. Return the remaining ranks."""
         waiting = list(ranks)
         try:
             while waiting:
@@ -117,7 +118,7 @@ class Monitor:
                 )
                 heard = {rank for rank, message in zip(some * 2, said, strict=True) if message is not None}
                 silent = [rank for rank in some if rank not in heard]
-                # A process that has ended says nothing more, so nobody should wait for it.
+                # An ended process announces nothing more, so don't wait for it.
                 heard |= {rank for rank, one in see(self._bounded, silent).items() if one.there is False}
                 waiting = [rank for rank in waiting if rank not in heard]
                 if not heard:
@@ -129,22 +130,22 @@ class Monitor:
         return waiting
 
     def decide(self, what: str, mine: str) -> str:
-        """Return what all ranks agree on: the word of the first of them. Without the message store, this
-        rank's own."""
+        """Return the value that all ranks agree on: that of the first rank to call. If the message store is
+        lost, this rank's own (`mine`)."""
         try:
             return str(self._bounded.claim(f"{self.key}/{what}", {"word": mine})["word"])
         except RosterLost:
             return mine
 
     def known(self, rank: int) -> Vitals | None:
-        """Return what a rank shows of itself."""
+        """Return the presence message of a rank."""
         try:
             return see(self._bounded, [rank])[rank].vitals
         except RosterLost:
             return self.host if self.host is not None and self.host.who.rank == rank else None
 
     def ask_where(self, ranks: Sequence[int], here: str) -> tuple[RankInfo, ...]:
-        """Ask ranks where they are; return those that answer and are not in the call `here`."""
+        """Ask ranks for their stacks; return those that answer and are not in the call `here`."""
         others = [rank for rank in ranks if rank != self.roster.rank]
         try:
             seen = see(self._bounded, others)
@@ -161,7 +162,7 @@ class Monitor:
         )
 
     def set_failure(self, error: HoldfastError) -> None:
-        """Note the failure that ends the session, if none was known, and begin to end it."""
+        """Record the failure that ends the session, if it is the first, and begin to end the session."""
         with self._lock:
             if self.failure is not None or self._over:
                 return
@@ -186,7 +187,7 @@ class Monitor:
             self._give_up_silent(self._stall)
 
     def _give_up_silent(self, limit: float) -> None:
-        """Give up neighbours that have not renewed their message, as the caller has asked for."""
+        """Treat neighbours as failed that have not renewed their message within `stall_timeout`."""
         for rank, seen in see(self._bounded, self.presence.beacon.watch.near()).items():
             timer = self._timers.setdefault(rank, StallTimer(limit))
             timer.see(seen.vitals.beat if seen.vitals is not None else None)
@@ -215,8 +216,8 @@ class Monitor:
         self.set_failure(from_message(standing))
 
     def _on_lost(self, error: RosterLost) -> None:
-        """Note that the message store does not answer. That alone ends nothing: only the end of the rank that
-        serves it."""
+        """Record that the message store does not answer. Only the end of its host process ends the
+        session."""
         self._silent_since = self._silent_since or time.monotonic()
         silent = time.monotonic() - self._silent_since
         who = self.host.who if self.host is not None else None
@@ -240,7 +241,7 @@ class Monitor:
             )
 
     def _how_it_ended(self, who: Identity, error: RosterLost, silent: float) -> str:
-        """Say how the process has ended that serves the message store; "" if it may go on."""
+        """Describe how the process that hosts the message store has ended; "" if it may still be alive."""
         if not error.details.get("refused"):
             return ""
         if who.is_of_this_machine():

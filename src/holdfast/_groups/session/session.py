@@ -1,10 +1,10 @@
-"""A session: process groups from their opening to their end, whatever happens in between.
+"""A session: the lifetime of process groups, with a bounded end in success and failure.
 
-At a normal end, the session waits for saves that are under way and for all ranks, and destroys groups in
-reverse order; the rank whose process serves the message store leaves last. At the end of a process it waits
-for the others `grace` seconds only: a program that is done ends, as it would without a session, and nothing
-fails by that. After an exception there is no collective: the rank that raised tells the others, each aborts
-its groups, and every process ends in bounded time (`grace`). The first error is printed last.
+At a normal end, the session waits for running saves and for all ranks, and destroys groups in reverse order;
+the rank that hosts the message store leaves last. At process exit it waits for the others `grace` seconds
+only: a finished program ends, as without a session, and that is no failure. After an exception there is no
+collective: the rank that raised notifies the others, each aborts its groups, and every process ends in
+bounded time (`grace`). The first error is printed last.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from holdfast._values import Message
 from holdfast.errors import HoldfastError, RosterLost
 
 LOOK = 0.25
-"""Seconds between two looks whether a rank has failed, while others are waited for."""
+"""Seconds between two checks for failed ranks while waiting for others."""
 log = logging.getLogger("holdfast")
 open_sessions: list[Session] = []
 """Sessions that have begun and not ended."""
 
 
 class _Beginning(CollectiveTask):
-    """Wait for all ranks; give them a unique name of the session, and the rank that serves the message
+    """Wait for all ranks; distribute a unique name of the session, and the rank that hosts the message
     store."""
 
     def contribute(self) -> Message:
@@ -148,7 +148,7 @@ class Session:
                 self.warmed = warm_up(
                     operations=self._operations,
                     memory_budget=self._budget,
-                    # Before the timeout of the collectives, whose error names no rank.
+                    # Shorter than the timeout of the collectives, whose error names no rank.
                     job=replace(self.job, timeout=0.75 * self._timeout),
                 )
         except BaseException as error:
@@ -160,8 +160,8 @@ class Session:
         """Begin the session, and end it at the end of the process.
 
         Use it in place of a `with` block where you can't put one around the program's code.
-        is_between_calls: of a program that consists of calls from elsewhere: whether the thread with this id
-            is in none of them; then nothing is raised in it.
+        is_between_calls: for programs that consist of calls from elsewhere: returns whether the thread with
+            this id is outside of any call; then no error is raised in it.
         """
         self.__enter__()
         if is_between_calls is not None:
@@ -214,7 +214,7 @@ class Session:
         return error
 
     def _close(self) -> None:
-        """End the session together with the other ranks, which may take as long as they live."""
+        """End the session together with the other ranks; waits for them as long as they are alive."""
         self._finish_saves()
         meeting = _Meeting(
             "end of a session",
@@ -226,8 +226,8 @@ class Session:
         self._leave()
 
     def _close_at_exit(self) -> None:
-        """End the session of a program that is done. Groups are destroyed with the ranks that end at the same
-        time; otherwise that is left to the end of the process, and the others go on."""
+        """End the session of a finished program. If all ranks end at the same time, groups are destroyed
+        together; otherwise that is left to the process exit, and the other ranks go on."""
         watch = self._way.watch
         try:
             self._finish_saves()
@@ -242,7 +242,7 @@ class Session:
                     raise self.failure
             if watch.decide("end", "alone" if others else "together") == "together":
                 self._destroy_groups(past_end=True)  # all have said that they are at their end
-        except RosterLost as error:  # the program is done, and needs nobody any more
+        except RosterLost as error:  # the program has finished, and needs no other rank
             log.info("The session ends without the others: %s", error)
         except BaseException as error:
             self._end(error)
@@ -265,7 +265,7 @@ class Session:
         self._run(Closing(mine, call))
 
     def _run(self, task: CollectiveTask) -> None:
-        """Run a task of the end, which a failure elsewhere interrupts."""
+        """Run a task at the end of the session; a failure on another rank interrupts it."""
         self._way.closing = task
         # Checked after `closing` is set, because a failure before that found nothing to cancel.
         if self.failure is not None:
@@ -279,7 +279,7 @@ class Session:
         open_sessions.remove(self)
 
     def _end(self, error: BaseException | None) -> None:
-        """End the session after a failure, here or elsewhere. Raise what replaces `error`, if anything."""
+        """End the session after a failure on any rank. Raise the error that replaces `error`, if any."""
         self._way.come_back()
         stack_dump.end(self)
         try:
