@@ -249,7 +249,7 @@ def one(name: str, way: str, folder: Path) -> str:
                 return KEPT
             open_world()
             stock(folder)
-        except Exception:
+        except BaseException:  # torch DCP's is no Exception
             return STOCK
         ours(folder)
         return ""
