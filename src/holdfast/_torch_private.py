@@ -1,35 +1,198 @@
-"""Private names of torch.distributed that Holdfast uses. They stand in this file only, each with what is done
-where a version of torch does not have it: the library still works, and says less."""
+"""Private names of torch that Holdfast uses. They stand in this file only, each with what is done where a
+version of torch does not have it: the library still works, and says less, or one sentence says which feature
+does not.
+
+Each is read where it is used, by `getattr` with a default: `tests/test_torch_private.py` takes them away.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, LoadFailed
 
 if TYPE_CHECKING:
     from torch._C import _distributed_c10d
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.tensor import DTensor
 
 TorchStore: TypeAlias = "_distributed_c10d.Store"
 """`torch.distributed.Store`; the stubs of torch do not show that name."""
 
 
+StorageInfo: TypeAlias = "_StorageInfo"
+"""Torch DCP's file and byte range of a part."""
+Callee = Callable[..., object]
+_TESTED = "Install a release of torch that Holdfast is tested with (docs/tested.md)."
+
+
+# -- pickles of torch.save ----------------------------------------------------------------------------------
+
+
+def rebuilders() -> dict[str, Callee]:
+    """Return torch's functions that pickles of torch.save call, by their names in pickles. For one that torch
+    does not have: the same by public names, or, where there are none, what says so when a pickle calls it."""
+    utils, of_tensors = getattr(torch, "_utils", None), getattr(torch, "_tensor", None)
+    found = {
+        "torch.serialization._get_layout": getattr(torch.serialization, "_get_layout", _layout),
+        "torch._tensor._rebuild_from_type_v2": getattr(of_tensors, "_rebuild_from_type_v2", None),
+        "torch._utils._rebuild_tensor_v2": getattr(utils, "_rebuild_tensor_v2", _tensor_v2),
+        "torch._utils._rebuild_tensor_v3": getattr(utils, "_rebuild_tensor_v3", _tensor_v3),
+        "torch._utils._rebuild_parameter": getattr(utils, "_rebuild_parameter", _parameter),
+        "torch._utils._rebuild_parameter_with_state": getattr(utils, "_rebuild_parameter_with_state", None),
+        "torch._utils._rebuild_qtensor": getattr(utils, "_rebuild_qtensor", None),
+        "torch._utils._rebuild_nested_tensor": getattr(utils, "_rebuild_nested_tensor", None),
+        "torch._utils._rebuild_meta_tensor_no_storage": getattr(
+            utils, "_rebuild_meta_tensor_no_storage", None
+        ),
+        "torch._utils._rebuild_sparse_tensor": getattr(utils, "_rebuild_sparse_tensor", None),
+        "torch._utils._rebuild_wrapper_subclass": getattr(utils, "_rebuild_wrapper_subclass", None),
+        "torch._utils._rebuild_device_tensor_from_numpy": getattr(
+            utils, "_rebuild_device_tensor_from_numpy", None
+        ),
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor": getattr(
+            utils, "_rebuild_device_tensor_from_cpu_tensor", None
+        ),
+    }
+    return {path: partial(_absent, path) if make is None else make for path, make in found.items()}
+
+
+def _absent(path: str, *args: object) -> object:
+    raise LoadFailed(
+        f"An object needs {path}, which torch {torch.__version__} does not have.",
+        hint="Load it with the release of torch that saved it, and save what it holds as plain tensors.",
+    )
+
+
+def _layout(name: str) -> object:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise ValueError(f"{name} is no layout")
+    return found
+
+
+def _tensor_v2(
+    storage: Any, offset: int, size: Any, stride: Any, grad: bool, hooks: object, bits: object = None
+) -> torch.Tensor:
+    return _tensor_v3(storage, offset, size, stride, grad, hooks, storage.dtype, bits)
+
+
+def _tensor_v3(
+    storage: Any,
+    offset: int,
+    size: Any,
+    stride: Any,
+    grad: bool,
+    hooks: object,
+    dtype: torch.dtype,
+    bits: object = None,
+) -> torch.Tensor:
+    if bits:
+        raise ValueError("its numbers are conjugated or negated when they are read")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that typed storages will go
+        memory = storage.untyped()
+    return torch.empty(0, dtype=dtype).set_(memory, offset, torch.Size(size), stride).requires_grad_(grad)
+
+
+def _parameter(data: torch.Tensor, grad: bool, hooks: object) -> torch.nn.Parameter:
+    return torch.nn.Parameter(data, grad)
+
+
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Return a storage with a dtype, as `rebuilders` take it. Without torch's argument that keeps it from
+    warning of its own removal, the warning is left out."""
+    typed: Any = torch.TypedStorage  # no annotations
+    try:
+        made: torch.TypedStorage = typed(wrap_storage=storage, dtype=dtype, _internal=True)
+    except TypeError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            made = typed(wrap_storage=storage, dtype=dtype)
+    return made
+
+
+# -- tensors ------------------------------------------------------------------------------------------------
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, any other tensor itself. Without the name: what `to_local` gives
+    outside autograd, which loses chunk metadata of a parameter."""
+    # Not `to_local` in any case: with autograd it records, and may communicate.
+    local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
+    if local is None and hasattr(tensor, "to_local"):
+        with torch.no_grad():
+            local = tensor.to_local()
+    return tensor if local is None else local
+
+
+def set_local(tensor: DTensor, local: torch.Tensor) -> None:
+    """Put another local tensor into a DTensor. Raises BadInput without the name."""
+    if getattr(tensor, "_local_tensor", None) is None:
+        raise BadInput(
+            f"The parts of DTensors can't be put in place with torch {torch.__version__}.", hint=_TESTED
+        )
+    tensor._local_tensor = local
+
+
+def group_of(tensor: ShardedTensor) -> dist.ProcessGroup | None:
+    """Return a ShardedTensor's group; None where it can't be known: its shards may then have copies."""
+    group: dist.ProcessGroup | None = getattr(tensor, "_process_group", None)
+    return group
+
+
+def base_of(tensor: object) -> object:
+    """Return the tensor that a tensor is a view of; None where there is none, or none can be known."""
+    return getattr(tensor, "_base", None)
+
+
+# -- torch DCP ----------------------------------------------------------------------------------------------
+
+
+def storage_info(path: str, offset: int, length: int) -> StorageInfo:
+    """Make what a `.metadata` says of a part. Raises BadInput without the name, which is in the file."""
+    from torch.distributed.checkpoint import filesystem
+
+    make = getattr(filesystem, "_StorageInfo", None)
+    if make is None:
+        raise BadInput(f"torch {torch.__version__} does not let Holdfast write a .metadata.", hint=_TESTED)
+    made: StorageInfo = make(path, offset, length)
+    return made
+
+
+def stages_in_background(stager: object) -> bool:
+    """Return whether a stager of torch DCP returns a Future, from which `async_save` makes an
+    AsyncSaveResponse. False for one of a torch that does not say it here."""
+    return bool(getattr(getattr(stager, "_config", None), "use_async_staging", False))
+
+
+# -- process groups -----------------------------------------------------------------------------------------
+
+
 def default_store() -> TorchStore:
-    """Return the default process group's store."""
+    """Return the default process group's store. Without the name it is looked up in `_world`; without both,
+    ranks can't find each other: BadInput."""
     from torch.distributed import distributed_c10d
 
     getter = getattr(distributed_c10d, "_get_default_store", None)
+    group = dist.group.WORLD
+    if getter is None and group is not None:
+        known = getattr(_world(), "pg_map", {}).get(group)
+        getter = None if known is None else lambda: known[1]
     if getter is None:
         raise BadInput(
-            "This torch has no accessible default store.",
-            hint="Install a release of torch that Holdfast is tested with.",
+            f"The store of the default process group can't be found in torch {torch.__version__}.",
+            hint=f"{_TESTED} A process that is alone can save with holdfast.Job(no_dist=True).",
         )
     store: TorchStore = getter()
     return store
@@ -165,8 +328,9 @@ groups did, and later groups have their names."""
 
 def collectives_issued(group: dist.ProcessGroup) -> int | None:
     """Return how many collectives this rank has issued on a group; None where its backend does not tell."""
-    with suppress(AttributeError, RuntimeError):
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    ask = getattr(group, "_get_sequence_number_for_group", None)
+    with suppress(RuntimeError):
+        return None if ask is None else int(ask())
     return None
 
 
@@ -192,13 +356,14 @@ def flight_records(entries: bool = False) -> list[dict[str, Any]]:
 
 
 def _dumps(entries: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    from torch._C import _distributed_c10d as c10d
-
+    c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
     # For its entries the recorder asks CUDA about events, and a graph that another thread captures meanwhile
     # fails by that (pytorch 104487); the events may also be freed meanwhile.
     entries = entries and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(c10d, name, None)
+    for name, dump in (
+        ("_dump_fr_trace_json", getattr(c10d, "_dump_fr_trace_json", None)),
+        ("_dump_nccl_trace_json", getattr(c10d, "_dump_nccl_trace_json", None)),
+    ):
         if dump is not None:
             try:
                 record = json.loads(dump(includeCollectives=entries))
@@ -219,9 +384,3 @@ def abort(group: dist.ProcessGroup) -> None:
     _aborted.add(group)
     with suppress(Exception):  # not every backend can
         group.abort()
-
-
-def stages_in_background(stager: object) -> bool:
-    """Return whether a stager of torch DCP returns a Future, from which `async_save` makes an
-    AsyncSaveResponse. False for one of a torch that does not say it here."""
-    return bool(getattr(getattr(stager, "_config", None), "use_async_staging", False))

@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import _utils
 
 from holdfast._format.archive import Archive, BadArchive
 from holdfast._format.limits import OBJECT_BYTES
 from holdfast._format.pickle_reader import BadPickle, Global, PickleReader
 from holdfast._format.tensor_archive import STORAGES
 from holdfast._layout.tensor import listed
+from holdfast._torch_private import rebuilders, typed_storage
 from holdfast._values import shortened
 from holdfast.errors import BadInput, CorruptCheckpoint, LoadFailed
 
@@ -44,7 +44,8 @@ DEPTH = 1000
 Callee = Callable[..., object]
 Allowed = Callee | tuple[Callee, str]
 """A class or a function that a pickle may call; or (class or function, its name in pickles)."""
-_of_type: Any = torch._tensor._rebuild_from_type_v2
+_REBUILT = rebuilders()
+_OF_TYPE = "torch._tensor._rebuild_from_type_v2"
 _also: list[Allowed] = []
 """What the blocks of `allowing` allow, once for each block."""
 
@@ -110,7 +111,7 @@ class _Objects(PickleReader):
         self._known = _KNOWN | {
             _path(set): (set, self._set),
             _path(Counter): (Counter, self._counter),
-            _path(_of_type): (_of_type, self._of_type),
+            _OF_TYPE: (_REBUILT[_OF_TYPE], self._of_type),
         }
         self._makers: dict[int, tuple[str, Callee]] = {}
         """By `id` of what a name in the pickle stands for: the name, and what makes the value of a call."""
@@ -178,7 +179,7 @@ class _Objects(PickleReader):
         self._charge(args)
         try:
             return make(*args)
-        except (BadPickle, MemoryError):
+        except (BadPickle, LoadFailed, MemoryError):
             raise
         except Exception as error:
             reason = _first_line(error)
@@ -195,7 +196,7 @@ class _Objects(PickleReader):
         return made
 
     def _of_type(self, kind: object, new_type: object, args: object, state: object) -> object:
-        return _of_type(lambda *args: self.call(kind, args), new_type, args, state)
+        return _REBUILT[_OF_TYPE](lambda *args: self.call(kind, args), new_type, args, state)
 
     def persistent(self, about: object) -> object:
         """Return a storage, if the archive contains all of it."""
@@ -213,8 +214,7 @@ class _Objects(PickleReader):
         # It can't grow, so torch refuses a tensor that reaches beyond it.
         if not 0 <= count * dtype.itemsize <= storage.nbytes():
             raise BadPickle(f"its storage {key[:200]!r} has {storage.nbytes()} bytes, not {count} elements")
-        typed: Any = torch.TypedStorage  # no annotations
-        return typed(wrap_storage=storage, dtype=dtype, _internal=True)
+        return typed_storage(storage, dtype)
 
     def check_key(self, target: object, key: object) -> None:
         """Charge for hashing a key, and for comparing it with the keys of equal hash in its dict."""
@@ -324,25 +324,20 @@ _MADE: dict[Any, Any] = {
     _numpy.multiarray.scalar: _scalar,
     torch.Size: torch.Size,
     torch.device: torch.device,
-    torch.serialization._get_layout: torch.serialization._get_layout,
-    _utils._rebuild_tensor_v2: _utils._rebuild_tensor_v2,
-    _utils._rebuild_tensor_v3: _utils._rebuild_tensor_v3,
-    _utils._rebuild_parameter: _utils._rebuild_parameter,
-    _utils._rebuild_parameter_with_state: _utils._rebuild_parameter_with_state,
-    _utils._rebuild_qtensor: _utils._rebuild_qtensor,
-    _utils._rebuild_nested_tensor: _utils._rebuild_nested_tensor,
-    _utils._rebuild_meta_tensor_no_storage: _utils._rebuild_meta_tensor_no_storage,
-    _utils._rebuild_sparse_tensor: _sparse,
-} | {
-    make: partial(_on_cpu, make)
-    for make in (
-        _utils._rebuild_wrapper_subclass,
-        _utils._rebuild_device_tensor_from_numpy,
-        _utils._rebuild_device_tensor_from_cpu_tensor,
-    )
 }
 """What a pickle may name, and what makes the value of a call."""
-_KNOWN = {_path(kind): (kind, make) for kind, make in _MADE.items()}
+_OTHERWISE: dict[str, Callee] = {"torch._utils._rebuild_sparse_tensor": _sparse} | {
+    path: partial(_on_cpu, _REBUILT[path])
+    for path in (
+        "torch._utils._rebuild_wrapper_subclass",
+        "torch._utils._rebuild_device_tensor_from_numpy",
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+    )
+}
+"""What makes the value of a call, where it is not the function of torch."""
+_KNOWN = {_path(kind): (kind, make) for kind, make in _MADE.items()} | {
+    path: (kind, _OTHERWISE.get(path, kind)) for path, kind in _REBUILT.items()
+}
 
 
 def _first_line(error: Exception) -> str:
@@ -381,6 +376,8 @@ def decode(data: bytes, name: str) -> object:
             hint="If you trust them, allow them with torch.serialization.add_safe_globals; or leave it out "
             "of the load.",
         ) from None
+    except LoadFailed:
+        raise
     except Exception as error:
         reason = _first_line(error) or "there is not enough memory for what it says"
         raise CorruptCheckpoint(

@@ -15,9 +15,8 @@ from functools import cache
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from holdfast._format.columns import Columns
 from holdfast._format.names import MARKER, METADATA
@@ -27,13 +26,14 @@ from holdfast._layout.tensor import DTYPES, OBJECT
 from holdfast._saving.job import SaveReport
 from holdfast._state.leaf import Flat
 from holdfast._store.base import Store, replace_file
+from holdfast._torch_private import StorageInfo, storage_info
 
 log = logging.getLogger("holdfast")
 Described = dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata]
 """DCP's description of each name."""
 Paths = dict[str, tuple[str | int, ...]]
 """The keys that lead to each name in a nested state."""
-Stored: TypeAlias = "dict[dcp.MetadataIndex, filesystem._StorageInfo]"
+Stored: TypeAlias = "dict[dcp.MetadataIndex, StorageInfo]"
 """The file and byte range of each part."""
 
 
@@ -89,7 +89,7 @@ def dcp_marker(columns: Columns, nesting: Flat, place: str, save_id: str) -> byt
     nesting: has the containers of the committer's state. place: the folder. save_id: of the writer given.
     Tensors of one dtype and shape share their description, which is most of the cost.
     """
-    described, nowhere = describe(columns), filesystem._StorageInfo(MARKER, 0, 0)
+    described, nowhere = describe(columns), storage_info(MARKER, 0, 0)
     stored = {
         dcp.MetadataIndex(
             name, None if isinstance(one, dcp.BytesStorageMetadata) else one.chunks[0].offsets
@@ -113,7 +113,9 @@ def describe(columns: Columns) -> Described:
 def in_parts(name: str, value: list[Any]) -> tuple[dict[str, Any], Paths]:
     """Return the parts of a list as torch DCP saves them, and their paths: it splits a list with dicts in it
     (`param_groups.0.lr`), which is one object here."""
-    return flatten_state_dict({name: value})
+    planner = DefaultSavePlanner(flatten_sharded_tensors=False)
+    planner.set_up_planner({name: value})
+    return planner.state_dict, planner.mappings
 
 
 def _whole_tensor(dtype: str, shape: tuple[int, ...]) -> dcp.TensorStorageMetadata:

@@ -25,6 +25,7 @@ import torch
 from holdfast._state.dtensor import CHUNKS
 from holdfast._state.live import State
 from holdfast._state.subclasses import is_dtensor
+from holdfast._torch_private import local_of, set_local
 from holdfast.errors import BadInput
 
 if TYPE_CHECKING:
@@ -112,17 +113,13 @@ def preprocess_state_dict_for_uneven_dtensor(
     if "state" in state_dict.get("optimizer", {}):
         state_dict["optimizer"] = _with_dtensors(state_dict["optimizer"], slices)
     for path, value in _leaves(state_dict, ()):
-        if not is_dtensor(value) or hasattr(value._local_tensor, CHUNKS):
+        if not is_dtensor(value) or hasattr(local_of(value), CHUNKS):
             continue
         # One of the keys on the path is the parameter's name: the last one in a model's state, an earlier one
         # in an optimizer's.
         candidates = (slices.get(key, path[0] == "model") for key in path)
         elements = next((candidate for candidate in candidates if candidate is not None), None)
-        if (
-            elements is not None
-            and value.dim()
-            and elements.stop - elements.start == value._local_tensor.numel()
-        ):
+        if elements is not None and value.dim() and elements.stop - elements.start == local_of(value).numel():
             _say_where(value, _begin(value, elements.start, value.shape[0]))
     return state_dict
 
@@ -150,7 +147,7 @@ def fill_missing_states(model: torch.nn.Module, optimizer_state_dict: State) -> 
         return filled
     for bare, parameter in _Parameters(model).of_all_ranks():
         # A save needs no state for a parameter without elements on this rank.
-        if bare in there or not parameter.requires_grad or not parameter._local_tensor.numel():
+        if bare in there or not parameter.requires_grad or not local_of(parameter).numel():
             continue
         elements = getattr(parameter, "megatron_fsdp_slice", None)
         # With dtype and device of the other states, which may differ from the parameter's.
@@ -264,7 +261,7 @@ def _with_dtensors(optimizer_state: State, slices: _Parameters) -> State:
     def declared(parameter: Any, value: object) -> object:
         if is_dtensor(value) or not isinstance(value, torch.Tensor) or not is_dtensor(parameter):
             return value
-        shape = parameter._local_tensor.shape
+        shape = local_of(parameter).shape
         fits = value.dim() and value.numel() == shape.numel()
         return _over(parameter, value.view(shape), parameter.shape) if fits else value
 
@@ -316,7 +313,7 @@ def _split(key: str, value: DTensor, parts: Split, elements: slice | None) -> di
     axis, _, tensor_parallel = _tensor_parallel(value)
     rows, unit = value.shape[0], sum(shares)
     sizes = [rows * share // unit for share in shares]
-    local = value._local_tensor
+    local = local_of(value)
     # `megatron_fsdp_slice` counts elements, but parts are split by rows: it must begin with a row.
     row = prod(_left(value)[1:])
     whole = axis == 0 and any(size % tensor_parallel for size in sizes)
@@ -361,7 +358,7 @@ def _over(like: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
         stride=torch.empty(shape, device="meta").stride(),
     )
     # Set afterwards: from_local copies what is not on the device of the mesh, and a load must fill this.
-    made._local_tensor = local.detach()
+    set_local(made, local.detach())
     return made
 
 
@@ -370,7 +367,7 @@ def _say_where(value: Any, begin: tuple[int, ...]) -> None:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    local = value._local_tensor
+    local = local_of(value)
     chunk = ChunkStorageMetadata(torch.Size(begin), torch.Size(local.shape))
 
     def writes(fqn: str, tensor: torch.Tensor) -> list[WriteItem]:

@@ -18,7 +18,6 @@ from contextlib import closing
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from holdfast._format import objects
 from holdfast._format.archive import Archive, BadArchive
@@ -60,6 +59,7 @@ from holdfast._store.base import Reader, Store, Writer, replace_file, storage_er
 from holdfast._store.filesystem import make_durably
 from holdfast._store.local import open_store
 from holdfast._store.pins import Pin
+from holdfast._torch_private import storage_info
 from holdfast._values import ReportProgress
 from holdfast.errors import BadInput, CorruptCheckpoint
 
@@ -311,7 +311,7 @@ class _Writer:
             self.close()
             self._names.append(f"__0_{len(self._names)}-{self.suffix}.distcp")
             self._writer, self._size = self._out.create(self._names[-1]), 0
-        self.stored[key] = _StorageInfo(self._names[-1], self._size, len(archive))
+        self.stored[key] = storage_info(self._names[-1], self._size, len(archive))
         self._writer.write_at(self._size, [archive])
         self._size += len(archive)
         self.written += len(archive)

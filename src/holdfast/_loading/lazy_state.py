@@ -28,6 +28,7 @@ from holdfast._state.leaf import Leaf
 from holdfast._state.live import ParameterState, Rest, zeros
 from holdfast._state.memory import TensorMemory, torch_dtype
 from holdfast._state.structure import STRUCTURE, build, join
+from holdfast._torch_private import local_of
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 
@@ -321,7 +322,7 @@ _PARAMETER = re.compile(r"^(?:.*?\.)?state\.")
 
 def _address(parameter: torch.Tensor) -> int:
     """Return where the elements of a parameter, or of this rank's part of it, begin."""
-    local: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
+    local = local_of(parameter)
     # A part without elements has no address, but FSDP2 has padded it in memory.
     return local.data_ptr() if local.numel() else local.untyped_storage().data_ptr()
 

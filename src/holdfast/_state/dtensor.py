@@ -28,6 +28,7 @@ from holdfast._plan.shard_table import ShardTable
 from holdfast._state.memory import TensorMemory, spec_of
 from holdfast._state.subclasses import has_memory, is_wrapper, settled, type_name
 from holdfast._state.wrapped import inner_parts
+from holdfast._torch_private import local_of
 from holdfast.errors import BadInput
 
 if TYPE_CHECKING:  # a process without DTensors never imports them
@@ -219,7 +220,7 @@ def add_dtensor(
     Its replicas are declared only if the mesh is exactly the participants: ranks outside it may hold the same
     DTensor on another mesh, and ranks of it that do not take part write nothing.
     """
-    local = settled(value._local_tensor)  # to_local() would record autograd and may communicate
+    local = settled(local_of(value))
     view = mesh_view(value.device_mesh)
     if view.coordinate is None:
         return
@@ -313,7 +314,7 @@ def _add_wrapped(
     undeclared: Replica | None,
 ) -> None:
     """Add the tensors that a local tensor is made of, each under its own name."""
-    local, expected = settled(value._local_tensor), pieces(tuple(value.shape), layout.cuts)
+    local, expected = settled(local_of(value)), pieces(tuple(value.shape), layout.cuts)
     by_rows = layout.cut in ((), (0,)) and layout.even and len(expected.parts) == 1
     if not by_rows or tuple(local.shape) != expected.shape or hasattr(local, CHUNKS):
         raise BadInput(
@@ -334,7 +335,7 @@ def _add_wrapped(
 def _open_axis(name: str, value: DTensor, shape: Dims, expected: Pieces, layout: _Layout) -> int:
     """Return the axis along which this rank's length differs from an even cut, so that its offset is
     unknown."""
-    if layout.even and value._local_tensor.numel():
+    if layout.even and local_of(value).numel():
         open_axes = [axis for axis, (a, b) in enumerate(zip(shape, expected.shape, strict=False)) if a != b]
     else:  # several mesh dimensions cut it, or this rank has nothing of it
         several = [axis for axis in layout.cut if len(layout.cuts[axis]) > 1]
@@ -343,7 +344,7 @@ def _open_axis(name: str, value: DTensor, shape: Dims, expected: Pieces, layout:
         axis in open_axes or (a == b and runs == 1)
         for axis, (a, b, runs) in enumerate(zip(shape, expected.shape, expected.runs, strict=True))
     )
-    if (value._local_tensor.numel() and not fits) or len(open_axes) != 1 or open_axes[0] not in layout.cut:
+    if (local_of(value).numel() and not fits) or len(open_axes) != 1 or open_axes[0] not in layout.cut:
         raise BadInput(
             f"{name!r}: the local tensor has shape {shape}, but its placements {value.placements} on a mesh "
             f"of shape {tuple(value.device_mesh.shape)} give {expected.shape}; declare it with "

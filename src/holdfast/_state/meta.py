@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from holdfast._state.sharded import copy_boxes
 from holdfast._state.subclasses import is_dtensor, is_sharded_tensor, is_wrapper, type_name
-from holdfast._torch_private import devices
+from holdfast._torch_private import devices, local_of
 from holdfast.errors import BadInput
 
 
@@ -42,8 +42,8 @@ def materialize(name: str, tensor: torch.Tensor, fixed: bool = False) -> torch.T
     from torch.distributed.tensor import DTensor
 
     device = _current(tensor.device_mesh.device_type)
-    local = torch.empty_like(tensor._local_tensor, device=device, requires_grad=False)
-    vars(local).update(vars(tensor._local_tensor))  # chunk metadata, if there is any
+    local = torch.empty_like(local_of(tensor), device=device, requires_grad=False)
+    vars(local).update(vars(local_of(tensor)))  # chunk metadata, if there is any
     # With shape and stride, because from_local would derive them from an even cut. run_check would
     # communicate.
     return DTensor.from_local(

@@ -20,6 +20,7 @@ from holdfast._state.dtensor import CHUNKS
 from holdfast._state.live import OpenDict, ParameterState, State, StateDict
 from holdfast._state.structure import has_tensors
 from holdfast._state.subclasses import is_dtensor
+from holdfast._torch_private import local_of
 from holdfast.errors import BadInput, MissingTensors
 
 _STEP = "step"
@@ -47,9 +48,9 @@ def like(parameter: torch.Tensor, dtype: torch.dtype, device: torch.device | Non
     # zeros_like keeps strides, and mesh and placements of a DTensor: the state is cut as the parameter is.
     made = torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
     if is_dtensor(parameter):  # zeros_like does not copy chunk metadata, which is on the local tensor
-        chunks = getattr(parameter._local_tensor, CHUNKS, None)
+        chunks = getattr(local_of(parameter), CHUNKS, None)
         if chunks is not None:
-            setattr(made._local_tensor, CHUNKS, chunks)  # type: ignore[attr-defined]
+            setattr(local_of(made), CHUNKS, chunks)
     return made
 
 

@@ -19,6 +19,7 @@ from holdfast._layout.tensor import Replica
 from holdfast._plan.shard_table import ShardTable
 from holdfast._state.memory import TensorMemory, spec_of
 from holdfast._state.subclasses import is_sharded_tensor
+from holdfast._torch_private import group_of
 from holdfast.errors import BadInput
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def add_sharded(
     if all participants are in the group.
     """
     shape = tuple(map(int, value.metadata().size))
-    group = value._process_group
+    group = group_of(value)
     ranks = set(dist.get_process_group_ranks(group)) if group is not None else set()
     declared = (0, 1) if ranks >= set(everyone) else undeclared
     for shard in value.local_shards():

@@ -16,6 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from holdfast._format import torch_objects
+from holdfast._torch_private import local_of
 from holdfast.errors import BadInput, LoadFailed
 
 if TYPE_CHECKING:  # both are known by their names, so that a process without them never imports them
@@ -101,7 +102,7 @@ def inner_tensors(wrapper: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 def memory_of(value: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors that a tensor of any type consists of on this rank."""
     if is_dtensor(value):
-        yield from memory_of(value._local_tensor)
+        yield from memory_of(local_of(value))
     elif is_sharded_tensor(value):
         for shard in value.local_shards():
             yield from memory_of(shard.tensor)

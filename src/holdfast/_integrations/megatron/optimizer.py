@@ -28,6 +28,7 @@ from holdfast._integrations.megatron.shards import WrittenCopies
 from holdfast._integrations.megatron.steps import groups_of, step_of, step_of_others
 from holdfast._layout.box import from_flat_range
 from holdfast._state.subclasses import check_kind, has_memory
+from holdfast._torch_private import local_of
 from holdfast.errors import BadInput
 
 MARK = "holdfast_pieces"
@@ -288,7 +289,7 @@ def _restore_fsdp(optimizer: mcore.DistributedOptimizer, loaded: mcore.StateDict
     for name, values in mcore.fsdp_state(optimizer).items():
         for key, value in loaded["state"].get(name, {}).items():
             # Only local tensors: a state may be one, or a DTensor over it.
-            there, here = (getattr(tensor, "_local_tensor", tensor) for tensor in (value, values[key]))
+            there, here = (local_of(tensor) for tensor in (value, values[key]))
             if isinstance(there, torch.Tensor) and there.data_ptr() != here.data_ptr():
                 here.copy_(there)
 

@@ -29,6 +29,7 @@ from holdfast._layout.tensor import Dims, TensorSpec
 from holdfast._state.leaf import Leaf
 from holdfast._state.memory import Part, ViewMemory, spec_of
 from holdfast._state.tensors import Shard
+from holdfast._torch_private import base_of
 from holdfast.errors import BadInput
 
 Progression = tuple[int, int, int]
@@ -135,9 +136,7 @@ class AllCopies(WrittenCopies):
 
 def _is_parameter(data: object) -> bool:
     """Return whether data is a parameter, or a view of one (a part of a fused weight)."""
-    return isinstance(data, torch.nn.Parameter) or isinstance(
-        getattr(data, "_base", None), torch.nn.Parameter
-    )
+    return isinstance(data, torch.nn.Parameter) or isinstance(base_of(data), torch.nn.Parameter)
 
 
 def to_save(
