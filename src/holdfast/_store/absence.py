@@ -73,8 +73,7 @@ def _why(store: Store) -> tuple[str, str]:
     if METADATA in names:
         if is_only_marked(store):
             return (
-                f"it holds only the marker that Holdfast leaves beside one, a {METADATA} without an "
-                f"{INDEX}",
+                f"it holds only the marker that Holdfast leaves beside one, a {METADATA} without an {INDEX}",
                 "The index was removed or not copied; `holdfast reindex` makes one from the data files, if "
                 "they are there.",
             )
