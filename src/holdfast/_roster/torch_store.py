@@ -185,8 +185,7 @@ class _Connections:
                 key = f"holdfast/{environment.incarnation}/secret"
                 # By a connection of its own: the program's may be held by a call that waits for other ranks,
                 # such as `new_group`.
-                store: Any = clone_store(self.store())
-                drawn = store.compare_set(key, "", secrets.token_hex(16)).decode()
+                drawn = clone_store(self.store()).compare_set(key, "", secrets.token_hex(16)).decode()
             self.prefix = f"holdfast/{Seal(drawn).job}/"
             # The second secret is never sent, so a stranger who can read the store does not have it. If the
             # first one of an earlier start is copied to here, nothing of that start is readable all the same.
