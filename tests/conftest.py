@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 from collections.abc import Iterator
 
@@ -9,7 +10,9 @@ from hypothesis import settings
 
 from tests.support.processes import PRELOAD
 
-PRELOAD.append("tests.integrations.megatron.preload")  # before the first world starts the forkserver
+PRELOAD.append("tests.integrations.megatron.preload")
+# Whoever starts the forkserver first, a pool without need of torch too, decides what all later ranks have imported.
+multiprocessing.set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
 
 # Opening a TCPStore looks the peer's name up; a name server that drops a packet must cost a test
 # one second, not five.
