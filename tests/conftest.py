@@ -24,42 +24,46 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 settings.register_profile("holdfast", deadline=None, database=None, derandomize=True)
 settings.load_profile("holdfast")
 
-LONG = (
-    *(
-        "docs/test_recipes.py",
-        "integrations/test_ray.py",
-        "docs/test_programs.py",
-        "promises/test_run_owner.py",
-    ),
-    *("roster/test_hosts.py", "groups/session/test_session.py", "system/test_conversions.py", "test_late.py"),
-    *(
-        "integrations/test_bridge.py",
-        "integrations/huggingface/test_in_frameworks.py",
-        "promises/test_keys.py",
-    ),
-    *(
-        "groups/session/test_after_end.py",
-        "test_drill.py",
-        "protocol/test_liveness.py",
-        "system/test_async.py",
-    ),
-    *("integrations/huggingface/test_views.py", "watch/test_faults.py", "protocol/test_simulation.py"),
-    *("promises/test_strangers.py", "integrations/fsdp/test_megatron_fsdp.py", "system/test_ranks.py"),
-    *(
-        "integrations/megatron/test_checkpointing.py",
-        "integrations/megatron/test_fused.py",
-        "test_strangers.py",
-    ),
-    *("groups/lifecycle/test_warm_up.py", "run/test_interrupts.py", "integrations/test_deepspeed.py"),
-    *("saving/test_unchanged.py", "system/test_crash.py", "cli/test_run.py", "loading/test_readers.py"),
-)
-"""Files that take longest, the longest first: they begin first, or one of them would be what a worker has left to do
-while the others are done."""
+LONG = """
+integrations/test_ray.py
+roster/test_hosts.py
+promises/test_keys.py
+groups/session/test_session.py
+docs/test_programs.py
+protocol/test_liveness.py
+system/test_conversions.py
+docs/test_recipes.py
+integrations/test_bridge.py
+promises/test_strangers.py
+test_late.py
+promises/test_run_owner.py
+integrations/huggingface/test_in_frameworks.py
+groups/session/test_after_end.py
+test_drill.py
+system/test_async.py
+watch/test_faults.py
+integrations/huggingface/test_views.py
+protocol/test_simulation.py
+integrations/fsdp/test_megatron_fsdp.py
+system/test_ranks.py
+integrations/megatron/test_checkpointing.py
+integrations/megatron/test_fused.py
+test_strangers.py
+groups/lifecycle/test_warm_up.py
+run/test_interrupts.py
+integrations/test_deepspeed.py
+saving/test_unchanged.py
+system/test_crash.py
+cli/test_run.py
+loading/test_readers.py
+"""
+"""Files that take longest begin first, or one of them would be what a worker has left to do while the others are done.
+Those that compute stand between those that wait, or all workers would import frameworks at once."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
-    rank = {tests / name: number for number, name in enumerate(LONG)}
+    rank = {tests / name: number for number, name in enumerate(LONG.split())}
     assert all(path.is_file() for path in rank), "a file of LONG is gone"
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
