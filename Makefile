@@ -1,8 +1,8 @@
 # Every target makes .venv by itself; nothing else needs to be installed first.
 PYTHON ?= python3
 VENV ?= .venv
-# Processes of pytest: ranks mostly wait, for each other or for a timeout.
-WORKERS ?= 3
+# Processes of pytest. On two cores: tests mostly wait, for ranks, a disk or a timeout.
+WORKERS ?= 5
 # Which of the supported versions of megatron-core: `oldest` or `newest`, as in pyproject.toml.
 MEGATRON ?= oldest
 BIN := $(VENV)/bin

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.support.processes import PRELOAD
 
-PRELOAD.append("tests.integrations.megatron.preload")  # before the first world starts the forkserver
+PRELOAD.append("tests.integrations.megatron.preload")
+# Whoever starts the forkserver first, a pool without need of torch too, decides what all later ranks have imported.
+multiprocessing.set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
 
 # Opening a TCPStore looks the peer's name up; a name server that drops a packet must cost a test
 # one second, not five.
@@ -19,6 +23,50 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # the same cases in every run, so that a suite that passes passes again.
 settings.register_profile("holdfast", deadline=None, database=None, derandomize=True)
 settings.load_profile("holdfast")
+
+LONG = """
+integrations/test_ray.py
+roster/test_hosts.py
+promises/test_keys.py
+groups/session/test_session.py
+docs/test_programs.py
+protocol/test_liveness.py
+system/test_conversions.py
+docs/test_recipes.py
+integrations/test_bridge.py
+promises/test_strangers.py
+test_late.py
+promises/test_run_owner.py
+integrations/huggingface/test_in_frameworks.py
+groups/session/test_after_end.py
+test_drill.py
+system/test_async.py
+watch/test_faults.py
+integrations/huggingface/test_views.py
+protocol/test_simulation.py
+integrations/fsdp/test_megatron_fsdp.py
+system/test_ranks.py
+integrations/megatron/test_checkpointing.py
+integrations/megatron/test_fused.py
+test_strangers.py
+groups/lifecycle/test_warm_up.py
+run/test_interrupts.py
+integrations/test_deepspeed.py
+saving/test_unchanged.py
+system/test_crash.py
+cli/test_run.py
+loading/test_readers.py
+"""
+"""Files that take longest begin first, or one of them would be what a worker has left to do while the others are done.
+Those that compute stand between those that wait, or all workers would import frameworks at once."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    rank = {tests / name: number for number, name in enumerate(LONG.split())}
+    assert all(path.is_file() for path in rank), "a file of LONG is gone"
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
 
 FEW = 256
 """Descriptors that a test process may have open between two tests: many systems allow a process 1024."""

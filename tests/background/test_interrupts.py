@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.groups.session.launch import Forks
 
 HEAD = """
 import os, signal, sys, torch, holdfast
@@ -63,6 +64,12 @@ assert run.steps() == [1, 3], run.steps()
 """
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("tests.support.run_code") as made:
+        yield made
+
+
 @pytest.mark.parametrize(
     ("program", "kind"),
     [
@@ -70,12 +77,7 @@ assert run.steps() == [1, 3], run.steps()
         *((FORKED, kind) for kind in ("leaves", "closes", "saves")),
     ],
 )
-def test_the_program_goes_on(program: str, kind: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HEAD + program, str(tmp_path / "run"), kind],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_program_goes_on(program: str, kind: str, forks: Forks, tmp_path: Path) -> None:
+    words = [HEAD + program, str(tmp_path / "run"), kind]
+    ended = forks.run(words, [0], 1, tmp_path / "terminal", 120.0)
+    assert ended.codes == [0], ended.said

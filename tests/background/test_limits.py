@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 
 import holdfast
 from holdfast.errors import NotStarted
+from tests.groups.session.launch import Forks
 
 PROGRAM = """
 import os, resource, sys, torch, holdfast
@@ -42,6 +43,12 @@ with holdfast.Checkpoints(folder + "-after") as after:  # the writer of the firs
 """
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("tests.support.run_code") as made:
+        yield made
+
+
 @pytest.mark.parametrize(
     ("which", "value", "words"),
     [
@@ -58,17 +65,14 @@ with holdfast.Checkpoints(folder + "-after") as after:  # the writer of the firs
         pytest.param("NPROC", 1, ("NotStarted", "could not be started", "ulimit -u")),
     ],
 )
-def test_what_a_limit_forbids_is_said(which: str, value: int, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_a_limit_forbids_is_said(
+    which: str, value: int, words: tuple[str, ...], forks: Forks, tmp_path: Path
+) -> None:
     tmp_path.chmod(0o777)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, which, str(value), str(tmp_path / "step")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    said, saved = done.stdout.splitlines()
+    args = [PROGRAM, which, str(value), str(tmp_path / "step")]
+    ended = forks.run(args, [0], 1, tmp_path / "terminal", 120.0)
+    assert ended.codes == [0], ended.said
+    said, saved = ended.said.splitlines()
     assert all(word in said for word in words), said
     assert "could not be read" not in said
     assert saved == "1"

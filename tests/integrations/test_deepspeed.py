@@ -48,7 +48,7 @@ EACH = [pytest.param(name, marks=[pytest.mark.soak] if name in IN_SOAK else []) 
 
 def run(size: int, job: Any, *args: Any) -> Any:
     """What a job returns on rank 0."""
-    with ProcessWorld(size, env=jobs.ENV) as world:
+    with ProcessWorld(size, env=jobs.ENV, preload="zero") as world:
         return world.run(job, *args, timeout=40)[0]
 
 

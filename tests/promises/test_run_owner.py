@@ -23,6 +23,7 @@ from holdfast._roster.process import this_process
 from holdfast._run import owner
 from holdfast._run.owner import Owner
 from holdfast.errors import Conflict
+from tests.support.interpreters import Program
 from tests.support.waiting import wait_until
 
 JOB = """
@@ -51,41 +52,34 @@ if "close" in sys.argv:
 class Job:
     """A process that saves a step each time that it is asked to."""
 
-    def __init__(self, run: Path, first: int, *how: str, **env: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", JOB, str(run), str(first), *how],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **env},
-        )
+    def __init__(self, run: Path, first: int, *how: str) -> None:
+        self.process = Program(JOB, str(run), str(first), *how)
 
     def _line(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def save(self, new: bool = False) -> str:
         """new: by a new Checkpoints, after the old one is closed."""
-        assert self.process.stdin is not None
         self._line()
         self.process.stdin.write("new\n" if new else "go\n")
         self.process.stdin.flush()
         return self._line()
 
     def end(self) -> None:
-        self.process.communicate("end\n", timeout=60)
+        self.process.stdin.write("end\n")
+        self.process.stdin.flush()
+        assert self.process.wait(60) == 0
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=60)
 
 
 @pytest.fixture
 def jobs() -> Any:
     made: list[Job] = []
 
-    def start(*args: Any, **env: str) -> Job:
-        made.append(Job(*args, **env))
+    def start(*args: Any) -> Job:
+        made.append(Job(*args))
         return made[-1]
 
     yield start

@@ -74,7 +74,7 @@ def explore_on_all_cores(count: int, first: int = 0, turn: bool = False, calls: 
     return sum((ends for _, ends in found), Counter())
 
 
-@schedules(1_600, 10_000)
+@schedules(800, 10_000)
 @pytest.mark.timeout(900)
 def test_invariants_hold(count: int) -> None:
     ends = explore_on_all_cores(count)
@@ -84,7 +84,7 @@ def test_invariants_hold(count: int) -> None:
     assert ends["unconfirmed"] > count // 50
 
 
-@schedules(400, 2_500)
+@schedules(200, 2_500)
 def test_invariants_of_a_turn_hold(count: int) -> None:
     ends = explore_on_all_cores(count, turn=True)
     assert ends["committed"] > count // 10
@@ -92,7 +92,7 @@ def test_invariants_of_a_turn_hold(count: int) -> None:
     assert not ends["unconfirmed"]
 
 
-@schedules(200, 1_500)
+@schedules(100, 1_500)
 @pytest.mark.timeout(900)
 def test_invariants_of_calls_that_fail_and_are_repeated_hold(count: int) -> None:
     """On some ranks or on all, at once or late: no checkpoint mixes the states of two calls, and the next

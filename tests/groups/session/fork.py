@@ -7,6 +7,7 @@ child goes on to the normal end of an interpreter: hooks, `atexit`, exit code.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -53,6 +54,8 @@ PROGRAM = sys.argv[1]
 if __name__ == "__main__":
     for module in sys.argv[1:]:
         import_module(module)
+    gc.collect()
+    gc.freeze()  # or the end of each rank goes through all of it, and so copies it
     if serve():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*found in sys.modules")

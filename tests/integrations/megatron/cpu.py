@@ -117,6 +117,9 @@ def use_cpu() -> None:
     if _done:
         return
     warnings.filterwarnings("ignore")  # what megatron-core says of CUDA extensions that it does not find
+    torch.compiler.set_stance(
+        "force_eager"
+    )  # each rank would compile, and call the C++ compiler, for seconds
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *args, **named: None  # type: ignore[assignment]
     torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]

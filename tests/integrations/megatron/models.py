@@ -109,7 +109,6 @@ class Training:
                 "use_precision_aware_optimizer": True,
             }
         if recipe.muon:
-            torch.compiler.set_stance("force_eager")  # its arithmetic would take minutes to compile
             more = {"use_layer_wise_distributed_optimizer": True}
         if recipe.precise:
             more = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}

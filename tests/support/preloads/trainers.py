@@ -15,6 +15,8 @@ with redirect_stdout(sys.stderr):  # whoever imports this may speak on stdout
     for name in ("lightning", "torchdata.stateful_dataloader", "deepspeed"):  # Accelerate imports the last
         if find_spec(name.partition(".")[0]) is not None:
             import_module(name)
+    for name in ("torch.export._trace", "torch._inductor.compile_fx"):  # which engines of DeepSpeed import
+        import_module(name)
 
 
 def _shard_on_cpus() -> None:

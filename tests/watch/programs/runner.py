@@ -11,12 +11,10 @@ to its end. `--keep` stores the answers of each program in a zip archive.
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import faulthandler
 import json
 import logging
-import multiprocessing as mp
 import os
 import runpy
 import signal
@@ -25,15 +23,14 @@ import sysconfig
 import tempfile
 import time
 import zipfile
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from holdfast._watch.evidence import Evidence
 from holdfast._watch.read import read_all
 from holdfast._watch.shared_call import ROLL_CALLS, ask_for_call, parts, read_answers, wait_for_answers
-from tests.support.processes import PRELOAD
+from tests.support.interpreters import Interpreter
 from tests.watch.faults import Told, told
 
 HERE = Path(__file__).parent
@@ -75,23 +72,14 @@ def programs(kind: str) -> list[Path]:
 # -- one rank -----------------------------------------------------------------------------------------------
 
 
-class ReachedItsEnd(SystemExit):
-    """Ends a rank whose script has come to its last line. Holdfast, which sees by its attribute who has called
-    `sys.exit`, takes it for no call of that."""
-
-    code = 0
-
-
-class Rank(ForkServerProcess):
-    """A process with torch in its memory that is, for what runs in it, no child of multiprocessing: it begins and
-    ends as `python script.py` does, with the interpreter's own finalisation."""
+class Rank(Interpreter):
+    """A process that runs a script as `python script.py` does."""
 
     def __init__(self, script: Path, rank: int, port: int, folder: Path) -> None:
         super().__init__()
         self._what = (str(script), rank, port, folder)
 
-    # It does nothing of what `BaseProcess._bootstrap` does, by which a process becomes a child of multiprocessing.
-    def _bootstrap(self, parent_sentinel: Any = None) -> int:
+    def become(self) -> None:
         script, rank, port, folder = self._what
         with contextlib.suppress(PermissionError):
             os.setsid()  # with its children it is ended
@@ -105,13 +93,10 @@ class Rank(ForkServerProcess):
         os.environ |= environment(rank, port, folder)
         logging.getLogger("holdfast").addHandler(Told(folder / f"told-{rank}"))
         sys.argv = [script]
-        end: BaseException = ReachedItsEnd()
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except BaseException as error:
-            end = error.with_traceback(_from(script, error.__traceback__))
-        _leave_by_the_main_module(end)
-        return 1
+        runpy.run_path(script, run_name="__main__")
+
+    def raised(self, error: BaseException) -> BaseException:
+        return error.with_traceback(_from(self._what[0], error.__traceback__))
 
 
 def _from(script: str, trace: TracebackType | None) -> TracebackType | None:
@@ -142,17 +127,6 @@ def environment(rank: int, port: int, folder: Path) -> dict[str, str]:
     }
 
 
-def _leave_by_the_main_module(end: BaseException) -> None:
-    """Have the forkserver's child, which would call os._exit, leave its main module by an exception instead."""
-    usual = os._exit, atexit._run_exitfuncs
-
-    def leave(*_: object) -> NoReturn:
-        os._exit, atexit._run_exitfuncs = usual
-        raise end
-
-    os._exit = atexit._run_exitfuncs = leave
-
-
 # -- the driver ---------------------------------------------------------------------------------------------
 
 
@@ -163,7 +137,6 @@ def run(script: Path, folder: Path) -> Ran:
     begun = time.monotonic()
     ends = begun + LIMIT
     is_healthy = script.parent.name == "healthy"
-    mp.get_context("forkserver").set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
     (folder / "run").mkdir(parents=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [Rank(script, rank, store.port, folder) for rank in range(WORLD)]

@@ -4,17 +4,20 @@ at least 34 of 40, and `why` is wrong in none. They were written before the rule
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from holdfast._watch.diagnose import diagnose
 from tests.docs.pages import text
-from tests.watch.programs.judging import WHYS, judged, label
+from tests.watch.programs import judging
+from tests.watch.programs.judging import WHYS, label
 from tests.watch.programs.runner import HERE, WORLD, programs, run
 
 PYTHONS = sorted(path.stem for path in (HERE / "recorded").glob("*.zip"))
 LEAST = 34 / 40
+judged = cache(judging.judged)
 
 
 @pytest.mark.parametrize("python", PYTHONS)
