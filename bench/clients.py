@@ -33,10 +33,10 @@ def ranks(port: int, world: int, process: int, begin: float, kind: str) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     import holdfast
-    from holdfast._protocol.call import begin_call
-    from holdfast._protocol.operation import agree
-    from holdfast._roster.tcp_client import TcpClient
-    from holdfast._roster.torch_store import TorchRoster
+    from holdfast._core.protocol.call import begin_call
+    from holdfast._core.protocol.operation import agree
+    from holdfast._core.roster.tcp_client import TcpClient
+    from holdfast._core.roster.torch_store import TorchRoster
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -145,10 +145,10 @@ def metadata(rank: Rank, tensors: int, reps: int) -> dict[str, list[float]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    from holdfast._collector import collector_paused
-    from holdfast._layout.deferred_offset import place
-    from holdfast._state.dtensor import CHUNKS
-    from holdfast._state.flatten import build_shard_table, flatten
+    from holdfast._core.base.collector import collector_paused
+    from holdfast._core.layout.deferred_offset import place
+    from holdfast._core.state.dtensor import CHUNKS
+    from holdfast._core.state.flatten import build_shard_table, flatten
     from holdfast.megatron_fsdp import preprocess_state_dict_for_uneven_dtensor
 
     mesh = init_device_mesh("cpu", (rank.world,), mesh_dim_names=("dp_cp",))

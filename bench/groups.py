@@ -71,8 +71,8 @@ def planned(world: int) -> tuple[float, int, int, int]:
     """Seconds to plan, groups, rounds, and the most groups that any rank has."""
     import numpy as np
 
+    from holdfast._core.layout.grid import Grid
     from holdfast._groups.lifecycle.plan import plan_groups, rounds
-    from holdfast._layout.grid import Grid
 
     begun = time.perf_counter()
     plan = plan_groups(Grid(world, tp=8, pp=min(16, world // 64), ep=8, cp=2))

@@ -53,12 +53,12 @@ def best(call: Callable[[], object], reps: int) -> float:
 def of_tensors(sizes: list[int]) -> list[Law]:
     """Plan a save, commit it, and plan a load, of as many small tensors on one rank."""
     from bench.scale import FP32, Nowhere, merge_ranks, planned
-    from holdfast._format.index import Index
-    from holdfast._format.index_layout import encode
-    from holdfast._io.file_reader import plan_read
-    from holdfast._layout.box import whole
-    from holdfast._layout.tensor import TensorSpec
-    from holdfast._plan.shard_table import ShardTable
+    from holdfast._core.format.index import Index
+    from holdfast._core.format.index_layout import encode
+    from holdfast._core.io.file_reader import plan_read
+    from holdfast._core.layout.box import whole
+    from holdfast._core.layout.tensor import TensorSpec
+    from holdfast._core.plan.shard_table import ShardTable
 
     save, commit, load = {}, {}, {}
     for size in sizes:
@@ -98,12 +98,12 @@ def of_tensors(sizes: list[int]) -> list[Law]:
 def of_ranks(sizes: list[int]) -> Law:
     """Commit eight tensors that are sharded by rows over all ranks, and a replica of a ninth."""
     from bench.scale import FP32, Nowhere, planned
-    from holdfast._format.index import Index
-    from holdfast._format.index_layout import encode
-    from holdfast._layout.box import Box
-    from holdfast._layout.tensor import TensorSpec
-    from holdfast._plan.merge import Merger
-    from holdfast._plan.shard_table import ShardTable
+    from holdfast._core.format.index import Index
+    from holdfast._core.format.index_layout import encode
+    from holdfast._core.layout.box import Box
+    from holdfast._core.layout.tensor import TensorSpec
+    from holdfast._core.plan.merge import Merger
+    from holdfast._core.plan.shard_table import ShardTable
 
     points = {}
     for world in sizes:
@@ -179,16 +179,16 @@ def of_steps(sizes: list[int]) -> Law:
 def of_files(sizes: list[int]) -> Law:
     """Read back and commit one file of each rank, from storage."""
     from bench.scale import FP32
-    from holdfast._deadline import REAL_CLOCK, Deadline
-    from holdfast._io.file_writer import WriteRequest, write_files
-    from holdfast._layout.box import Box
-    from holdfast._layout.tensor import TensorSpec
-    from holdfast._options import Options
-    from holdfast._plan.save import plan_save
-    from holdfast._plan.shard_table import ShardTable
-    from holdfast._protocol.messages import Written
-    from holdfast._saving.commit import Commit
-    from holdfast._store.local import LocalStore
+    from holdfast._core.base.deadline import REAL_CLOCK, Deadline
+    from holdfast._core.base.options import Options
+    from holdfast._core.io.file_writer import WriteRequest, write_files
+    from holdfast._core.layout.box import Box
+    from holdfast._core.layout.tensor import TensorSpec
+    from holdfast._core.plan.save import plan_save
+    from holdfast._core.plan.shard_table import ShardTable
+    from holdfast._core.protocol.messages import Written
+    from holdfast._core.saving.commit import Commit
+    from holdfast._core.store.local import LocalStore
 
     class Row:
         data = np.ones(64, "f4")

@@ -192,8 +192,8 @@ def open_many(rank: Rank, root: Path, reps: int) -> list[float]:
     """Seconds to open a folder of 20,000 tensors in 200 files, and to look at all of them."""
     from safetensors.torch import save_file
 
-    from holdfast._io.open_checkpoint import open_source
-    from holdfast._store.local import open_store
+    from holdfast._core.io.open_checkpoint import open_source
+    from holdfast._core.store.local import open_store
 
     folder = root / "many"
     folder.mkdir()

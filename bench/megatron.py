@@ -16,7 +16,7 @@ from typing import Any
 from bench.harness import Bench, Rank, attempt, main, measure, run_ranks, scratch
 from bench.peers import mcore_on_cpu
 from bench.scale import large_in_a_process
-from holdfast._protocol.job import Job
+from holdfast._core.protocol.job import Job
 
 RANKS, EXPERTS, LAYERS = 8, 128, 48
 CLASSES = ("", "optimizer.state.param.", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")

@@ -25,7 +25,7 @@ FASTER, EXPONENT = 1000.0, 1.1
 
 def ours_coverage(shape: Shape, offsets: np.ndarray, sizes: np.ndarray) -> bool:
     """WIRED HERE, and only here: True if the chunks cover the shape exactly once."""
-    from holdfast._layout.coverage import first_problem
+    from holdfast._core.layout.coverage import first_problem
 
     tensors = np.zeros(len(offsets), np.int64)
     return first_problem(np.asarray([shape], np.int64), tensors, offsets, sizes) is None

@@ -17,16 +17,16 @@ from pathlib import Path
 import numpy as np
 
 from bench.shapes import ADAM, DEEPSEEK_V3_671B, QWEN3_30B_A3B, Catalog, Model, catalog
-from holdfast._format.columns import Columns
-from holdfast._format.index import Index
-from holdfast._format.index_layout import encode
-from holdfast._io.file_writer import embedded_columns
-from holdfast._layout.box import whole
-from holdfast._layout.tensor import CODE_OF, TensorSpec
-from holdfast._options import Options
-from holdfast._plan.merge import Merger
-from holdfast._plan.save import plan_save
-from holdfast._plan.shard_table import SavePlan, ShardTable
+from holdfast._core.base.options import Options
+from holdfast._core.format.columns import Columns
+from holdfast._core.format.index import Index
+from holdfast._core.format.index_layout import encode
+from holdfast._core.io.file_writer import embedded_columns
+from holdfast._core.layout.box import whole
+from holdfast._core.layout.tensor import CODE_OF, TensorSpec
+from holdfast._core.plan.merge import Merger
+from holdfast._core.plan.save import plan_save
+from holdfast._core.plan.shard_table import SavePlan, ShardTable
 
 DTYPE = {"weight": CODE_OF["bfloat16"]}
 FP32 = CODE_OF["float32"]

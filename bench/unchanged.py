@@ -37,7 +37,7 @@ class Case:
 def job(rank: Rank, case: Case, reps: int, root: Path) -> tuple[Outcome, list[int]]:
     """Also returns the bytes that this rank has written: the first time, and then once a repetition."""
     import holdfast
-    from holdfast._format.digest import MAX_BLOCK, digest
+    from holdfast._core.format.digest import MAX_BLOCK, digest
 
     out, wrote = Outcome(), list[int]()
     state = {f"rank{rank.index}.w{at}": torch.zeros(case.nbytes // 4) for at in range(case.count)}

@@ -36,9 +36,9 @@ class Clock:
 
 
 def context(rank: int, world: int, clock: Any) -> Any:
-    from holdfast._deadline import Deadline
-    from holdfast._protocol.effects import Context
-    from holdfast._protocol.phases import CHOICE_TRANSITIONS
+    from holdfast._core.base.deadline import Deadline
+    from holdfast._core.protocol.effects import Context
+    from holdfast._core.protocol.phases import CHOICE_TRANSITIONS
 
     deadline = Deadline(1800.0, clock, moves=True)
     return Context(rank, tuple(range(world)), "K", "choice", deadline, transitions=CHOICE_TRANSITIONS)
@@ -46,8 +46,8 @@ def context(rank: int, world: int, clock: Any) -> Any:
 
 def drive(steps: Any, clock: Clock, comes: dict[str, float], until: float) -> tuple[int, int]:
     """Run a protocol of one rank; return its requests and its waits. comes: when each key is there."""
-    from holdfast._protocol.effects import Claim, Do, Get, Look, Pause, Put
-    from holdfast._roster.presence import Seen
+    from holdfast._core.protocol.effects import Claim, Do, Get, Look, Pause, Put
+    from holdfast._core.roster.presence import Seen
 
     asked = waits = 0
     answer: Any = None
@@ -80,8 +80,8 @@ def drive(steps: Any, clock: Clock, comes: dict[str, float], until: float) -> tu
 
 
 def simulated(world: int) -> dict[str, float]:
-    from holdfast._protocol.messages import Outcome, Said
-    from holdfast._protocol.rounds import collect, wait_for
+    from holdfast._core.protocol.messages import Outcome, Said
+    from holdfast._core.protocol.rounds import collect, wait_for
 
     found: dict[str, float] = {}
     for order, seconds in (("over a minute", MINUTE), ("at once", 0.0)):

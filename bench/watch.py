@@ -31,8 +31,8 @@ def job(rank: Rank, steps: int, reps: int, root: Path) -> Outcome:
     import torch.distributed as dist
 
     import holdfast
-    from holdfast._heart import heart
-    from holdfast._integrations import install
+    from holdfast._core.process.heart import heart
+    from holdfast._frameworks import install
 
     groups = [dist.new_group() for _ in range(GROUPS)]
     out, training = Outcome(), Training(rank, root)
@@ -94,8 +94,8 @@ def called() -> list[tuple[float, float]]:
     import msgspec
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from holdfast._roster.beacon import beacon_of
-    from holdfast._roster.torch_store import TorchRoster
+    from holdfast._core.roster.beacon import beacon_of
+    from holdfast._core.roster.torch_store import TorchRoster
     from holdfast._watch.answering import Answering, Asked, summary
     from holdfast._watch.diagnose import diagnose
 

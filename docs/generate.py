@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from holdfast._groups.lifecycle.plan import plan_groups, rounds
-from holdfast._layout.grid import Grid
-from holdfast._protocol.phases import (
+from holdfast._core.layout.grid import Grid
+from holdfast._core.protocol.phases import (
     CHOICE_TRANSITIONS,
     LOAD_TRANSITIONS,
     TASK_TRANSITIONS,
     TRANSITIONS,
     Transitions,
 )
+from holdfast._groups.lifecycle.plan import plan_groups, rounds
 
 PAGES = Path(__file__).parent
 PICTURE = PAGES / "rounds.svg"

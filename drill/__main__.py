@@ -40,7 +40,7 @@ def main(words: list[str] | None = None) -> int:
     args = parser.parse_args(words)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # stores look their own host's name up
-    preload = "tests.integrations.megatron.preload"
+    preload = "tests.frameworks.megatron.preload"
     if preload not in PRELOAD:
         PRELOAD.append(preload)
     measured, begun = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()

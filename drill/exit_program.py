@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from tests.frameworks.megatron.cpu import use_cpu
 from tests.groups.session.jobs import dawdle, end_with
-from tests.integrations.megatron.cpu import use_cpu
 
 AFTER_END_S = 6.0
 """What `install` is given: nothing else of it is reached."""

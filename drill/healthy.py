@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import holdfast
 from drill.agent import AGENT
-from tests.integrations.megatron.cpu import use_cpu
+from tests.frameworks.megatron.cpu import use_cpu
 
 GROUP_S = 3600.0
 """Timeout of collectives, on both sides: a job that is healthy does not come near it."""

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import holdfast
 from drill.ranks import Answer, ask, attempt, begin, shorten_timeouts, side_of
 from drill.results import Check, Row
+from tests.frameworks.megatron.cpu import use_cpu
 from tests.groups.lifecycle.jobs import misbehave
-from tests.integrations.megatron.cpu import use_cpu
 
 WORLD, STUCK = 4, 3
 STOCK_S, STALL_S, SLACK_S = 6.0, 3.0, 10.0

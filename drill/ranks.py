@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from drill.results import Side
 from holdfast.errors import HoldfastError
-from tests.integrations.megatron.jobs import children_allowed
+from tests.frameworks.megatron.jobs import children_allowed
 from tests.support.processes import ProcessWorld
 
 GIVEN_UP = "no answer: still waiting when the drill gave up"

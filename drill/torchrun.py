@@ -19,7 +19,7 @@ from drill.agent import JOB, SOCKET, TERMINAL, Child, ask
 ROOT = Path(__file__).parents[1]
 START_S = 120.0
 """Seconds that the imports of the nursery may take."""
-MODULES = ("torch.distributed.run", "tests.integrations.megatron.preload")
+MODULES = ("torch.distributed.run", "tests.frameworks.megatron.preload")
 
 
 class Ended(NamedTuple):
@@ -83,7 +83,7 @@ class Launcher:
             words = [
                 sys.executable,
                 "-c",
-                "from holdfast._cli import main; main()",
+                "from holdfast._tools.cli import main; main()",
                 "run",
                 *options,
                 "--",

@@ -19,10 +19,10 @@ import holdfast
 from bench import megatron as planned
 from drill.ranks import Answer, ask, attempt, begin, shorten_timeouts, side_of
 from drill.results import Check, Row
-from tests.integrations.megatron.cpu import use_cpu
-from tests.integrations.megatron.jobs import training
-from tests.integrations.megatron.models import Layout
-from tests.integrations.verl_jobs import CONTENTS, SMALL, import_verl, manager_of
+from tests.frameworks.megatron.cpu import use_cpu
+from tests.frameworks.megatron.jobs import training
+from tests.frameworks.megatron.models import Layout
+from tests.frameworks.verl_jobs import CONTENTS, SMALL, import_verl, manager_of
 
 REPORT = "verl 2238"
 LAYERS = (1, 4, 12)

@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from tests.support.processes import PRELOAD
 
-PRELOAD.append("tests.integrations.megatron.preload")
+PRELOAD.append("tests.frameworks.megatron.preload")
 # Whoever starts the forkserver first, a pool without need of torch too, decides what all later ranks have imported.
 multiprocessing.set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
 

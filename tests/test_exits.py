@@ -17,7 +17,7 @@ SCRIPT = """
 import atexit, os, sys
 file, fails, how = sys.argv[1:]
 atexit.register(print, "a handler from before", flush=True)
-from holdfast._exits import Failure, Stage, at_exit
+from holdfast._core.process.exits import Failure, Stage, at_exit
 kept = open(file, "w")
 kept.write("what was not flushed")
 

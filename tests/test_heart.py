@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import _heart
-from holdfast._exits import say
-from holdfast._heart import HASTE, NAME, Heart, heart
+from holdfast._core.process import heart as _heart
+from holdfast._core.process.exits import say
+from holdfast._core.process.heart import HASTE, NAME, Heart, heart
 from holdfast.errors import HoldfastError
 from tests.support.threads import in_a_fork, no_more_threads
 from tests.support.waiting import wait_until
@@ -267,7 +267,7 @@ def test_a_fork_has_none_of_its_parents_duties_and_descriptors_and_a_heart_of_it
 def test_a_process_ends_as_promptly_as_without_it(ends: str) -> None:
     """Also while the heart is in the middle of a beat."""
     program = (
-        "import os, sys, time\nfrom holdfast._heart import heart\n"
+        "import os, sys, time\nfrom holdfast._core.process.heart import heart\n"
         "class Slow:\n interval = 0.01\n def beat(self): time.sleep(20)\n def close(self): pass\n"
         f"heart.begin(Slow()); time.sleep(0.3); print(time.monotonic(), flush=True)\n{ends}"
     )

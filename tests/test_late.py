@@ -61,7 +61,7 @@ begin(late)
 """
 LEASE = """
 import json, time, torch, holdfast
-from holdfast._run import owner
+from holdfast._core.run import owner
 
 def late():
     owner.BEAT = 0.05
@@ -77,7 +77,7 @@ begin(late)
 """
 DEADLINES = """
 import threading
-from holdfast._threads import within
+from holdfast._core.base.threads import within
 from holdfast.errors import DeadlineExceeded
 
 def late():
@@ -119,7 +119,7 @@ begin(late)
 """
 
 JUST_ENDING = """
-from holdfast._threads import start_thread
+from holdfast._core.base.threads import start_thread
 
 def late():
     assert threading.main_thread().is_alive()

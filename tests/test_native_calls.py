@@ -15,7 +15,7 @@ PROGRAM = """
     from contextlib import nullcontext
     from datetime import timedelta
     from torch.distributed import TCPStore
-    from holdfast._native_calls import native_call
+    from holdfast._core.process.native_calls import native_call
 
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     store.set("a", "")

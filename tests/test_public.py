@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import holdfast
-import holdfast._protocol.runner
-import holdfast._store.base  # declares one more error
+import holdfast._core.protocol.runner
+import holdfast._core.store.base  # declares one more error
 from holdfast import Options, errors, events
-from holdfast._deadline import Deadline, StallTimer, check_seconds
-from holdfast._options import read_environment
+from holdfast._core.base.deadline import Deadline, StallTimer, check_seconds
+from holdfast._core.base.options import read_environment
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankInfo, StorageError, from_message
 from holdfast.testing import ManualClock
 
@@ -134,7 +134,7 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
 def test_errors_are_also_what_python_calls_them() -> None:
     assert issubclass(BadInput, ValueError)
     assert issubclass(StorageError, OSError)
-    assert issubclass(holdfast._store.base.NotFound, StorageError)
+    assert issubclass(holdfast._core.store.base.NotFound, StorageError)
     assert issubclass(DeadlineExceeded, errors.RankFailed)
 
 

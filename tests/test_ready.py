@@ -11,7 +11,7 @@ SOURCES = Path(__file__).parents[1] / "src/holdfast"
 TWO_THREADS = """
 from __future__ import annotations
 import threading, time, msgspec
-from holdfast._ready import ready
+from holdfast._core.ready import ready
 
 def slowly():
     begun.set()
@@ -49,7 +49,7 @@ def test_every_type_is_made_ready() -> None:
     unready = [
         f"{path.relative_to(SOURCES)}: {line.strip()}"
         for path in SOURCES.rglob("*.py")
-        if path.name != "_ready.py"
+        if path.name != "_core/ready.py"
         for line in path.read_text().splitlines()
         if calls.search(line) and "ready(" not in line
     ]

@@ -16,7 +16,7 @@ from tests.docs.pages import ROOT
 from tests.support.without_names import KEPT, STOCK, pickled
 
 SOURCE = ROOT / "src" / "holdfast"
-ROOM = "_torch_private.py"
+ROOM = "_core/torch_private.py"
 
 STAYS = {
     # Of Python: named tuples, frames and threads.
@@ -295,7 +295,7 @@ def test_each_name_of_a_pickle_has_a_value_that_uses_it() -> None:
 def test_storages_without_the_private_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from holdfast._torch_private import typed_storage
+    from holdfast._core.torch_private import typed_storage
 
     real = torch.TypedStorage
 

@@ -26,60 +26,60 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast._background.async_save import async_save
-    from holdfast._background.pending import Pending
+    from holdfast._core.background.async_save import async_save
+    from holdfast._core.background.pending import Pending
+    from holdfast._core.base.options import Options
+    from holdfast._core.layout.grid import Grid
+    from holdfast._core.loading.load import load
+    from holdfast._core.loading.request import LoadReport
+    from holdfast._core.loading.stored_checkpoint import open as open  # noqa: A004
+    from holdfast._core.protocol.job import Job
+    from holdfast._core.run.checkpoints import Checkpoints
+    from holdfast._core.run.preemption import Preemption
+    from holdfast._core.run.train_state import TrainState
+    from holdfast._core.saving.job import SaveReport, save
+    from holdfast._core.state.optimizer import get_state_dict, set_state_dict
+    from holdfast._core.state.tensors import PerRank, Shard
+    from holdfast._core.store.run_folder import latest
+    from holdfast._frameworks.guard import guarded
+    from holdfast._frameworks.install import install, installed, uninstall
+    from holdfast._frameworks.session import session
     from holdfast._groups.audit.audit import audit
     from holdfast._groups.lifecycle.open import open_groups
     from holdfast._groups.lifecycle.warm_up import warm_up
-    from holdfast._integrations.guard import guarded
-    from holdfast._integrations.install import install, installed, uninstall
-    from holdfast._integrations.session import session
-    from holdfast._layout.grid import Grid
-    from holdfast._loading.load import load
-    from holdfast._loading.request import LoadReport
-    from holdfast._loading.stored_checkpoint import open as open  # noqa: A004
-    from holdfast._maintenance.fingerprints import fingerprint
-    from holdfast._maintenance.same import same
-    from holdfast._options import Options
-    from holdfast._protocol.job import Job
-    from holdfast._run.checkpoints import Checkpoints
-    from holdfast._run.preemption import Preemption
-    from holdfast._run.train_state import TrainState
-    from holdfast._saving.job import SaveReport, save
-    from holdfast._state.optimizer import get_state_dict, set_state_dict
-    from holdfast._state.tensors import PerRank, Shard
-    from holdfast._store.run_folder import latest
+    from holdfast._models.equality.fingerprints import fingerprint
+    from holdfast._models.equality.same import same
     from holdfast._version import __version__ as __version__
 
 _WHERE = {
-    "Checkpoints": "holdfast._run.checkpoints",
-    "Grid": "holdfast._layout.grid",
-    "Job": "holdfast._protocol.job",
-    "LoadReport": "holdfast._loading.request",
-    "Options": "holdfast._options",
-    "Pending": "holdfast._background.pending",
-    "PerRank": "holdfast._state.tensors",
-    "Preemption": "holdfast._run.preemption",
-    "SaveReport": "holdfast._saving.job",
-    "Shard": "holdfast._state.tensors",
-    "TrainState": "holdfast._run.train_state",
+    "Checkpoints": "holdfast._core.run.checkpoints",
+    "Grid": "holdfast._core.layout.grid",
+    "Job": "holdfast._core.protocol.job",
+    "LoadReport": "holdfast._core.loading.request",
+    "Options": "holdfast._core.base.options",
+    "Pending": "holdfast._core.background.pending",
+    "PerRank": "holdfast._core.state.tensors",
+    "Preemption": "holdfast._core.run.preemption",
+    "SaveReport": "holdfast._core.saving.job",
+    "Shard": "holdfast._core.state.tensors",
+    "TrainState": "holdfast._core.run.train_state",
     "__version__": "holdfast._version",
-    "async_save": "holdfast._background.async_save",
+    "async_save": "holdfast._core.background.async_save",
     "audit": "holdfast._groups.audit.audit",
-    "fingerprint": "holdfast._maintenance.fingerprints",
-    "get_state_dict": "holdfast._state.optimizer",
-    "guarded": "holdfast._integrations.guard",
-    "install": "holdfast._integrations.install",
-    "installed": "holdfast._integrations.install",
-    "latest": "holdfast._store.run_folder",
-    "load": "holdfast._loading.load",
-    "open": "holdfast._loading.stored_checkpoint",
+    "fingerprint": "holdfast._models.equality.fingerprints",
+    "get_state_dict": "holdfast._core.state.optimizer",
+    "guarded": "holdfast._frameworks.guard",
+    "install": "holdfast._frameworks.install",
+    "installed": "holdfast._frameworks.install",
+    "latest": "holdfast._core.store.run_folder",
+    "load": "holdfast._core.loading.load",
+    "open": "holdfast._core.loading.stored_checkpoint",
     "open_groups": "holdfast._groups.lifecycle.open",
-    "same": "holdfast._maintenance.same",
-    "save": "holdfast._saving.job",
-    "session": "holdfast._integrations.session",
-    "set_state_dict": "holdfast._state.optimizer",
-    "uninstall": "holdfast._integrations.install",
+    "same": "holdfast._models.equality.same",
+    "save": "holdfast._core.saving.job",
+    "session": "holdfast._frameworks.session",
+    "set_state_dict": "holdfast._core.state.optimizer",
+    "uninstall": "holdfast._frameworks.install",
     "warm_up": "holdfast._groups.lifecycle.warm_up",
 }
 _MODULES = ("dcp", "errors", "events", "huggingface", "interfaces", "megatron", "megatron_fsdp", "testing")
@@ -123,7 +123,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        from holdfast._collector import collector_paused
+        from holdfast._core.base.collector import collector_paused
 
         # Imports free nothing; with torch loaded, one garbage collection doubles their time.
         with collector_paused():

@@ -1,5 +1,5 @@
 """`python -m holdfast` is the command line."""
 
-from holdfast._cli import main
+from holdfast._tools.cli import main
 
 main()

@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from holdfast._ready import ready
+from holdfast._core.ready import ready
 
 
 class RankInfo(msgspec.Struct, frozen=True):

@@ -6,9 +6,9 @@ that some ranks need, `mapping_of` names the published tensors that a megatron-c
 and `families` lists the supported models.
 """
 
-from holdfast._integrations.huggingface.export import export_huggingface as export
-from holdfast._integrations.huggingface.families import families, mapping_of
-from holdfast._integrations.huggingface.fetch import fetch
-from holdfast._integrations.huggingface.importing import import_huggingface as import_
+from holdfast._models.huggingface.export import export_huggingface as export
+from holdfast._models.huggingface.families import families, mapping_of
+from holdfast._models.huggingface.fetch import fetch
+from holdfast._models.huggingface.importing import import_huggingface as import_
 
 __all__ = ["export", "families", "fetch", "import_", "mapping_of"]

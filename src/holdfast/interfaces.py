@@ -3,7 +3,7 @@
 `holdfast.testing` has a contract test for each, to subclass in your tests, and an in-memory implementation.
 """
 
-from holdfast._roster.base import Roster
-from holdfast._store.base import Entry, Kind, NotFound, Reader, Store, Writer
+from holdfast._core.roster.base import Roster
+from holdfast._core.store.base import Entry, Kind, NotFound, Reader, Store, Writer
 
 __all__ = ["Entry", "Kind", "NotFound", "Reader", "Roster", "Store", "Writer"]

@@ -9,7 +9,7 @@ import resource
 import numpy as np
 import pytest
 
-from holdfast._background.arena import Arena
+from holdfast._core.background.arena import Arena
 
 SIZE = 32 << 20
 

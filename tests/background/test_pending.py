@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from holdfast import events
-from holdfast._roster.memory import MemoryRoster
+from holdfast._core.roster.memory import MemoryRoster
 from tests.support.threads import on_ranks
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._background.pending import Pending
-from holdfast._background.queue import LANE, SaveQueue
-from holdfast._protocol.call import begin_call
-from holdfast._saving.job import SaveJob
-from holdfast._saving.request import SaveRequest
-from holdfast._state.flatten import flatten
-from holdfast._store.local import open_store
+from holdfast._core.background.pending import Pending
+from holdfast._core.background.queue import LANE, SaveQueue
+from holdfast._core.protocol.call import begin_call
+from holdfast._core.saving.job import SaveJob
+from holdfast._core.saving.request import SaveRequest
+from holdfast._core.state.flatten import flatten
+from holdfast._core.store.local import open_store
 from tests.support.waiting import wait_until
 
 MiB = 1 << 20

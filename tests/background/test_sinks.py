@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._background.arena import ALIGN, Arena
+from holdfast._core.background.arena import ALIGN, Arena
 
 KiB = 1 << 10
 

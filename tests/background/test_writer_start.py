@@ -20,10 +20,10 @@ ROOT = Path(holdfast.__file__).parents[1]
 TRAINER = """
 import os, sys
 from pathlib import Path
-from holdfast._background.arena import Arena
-from holdfast._background.writer_client import WriterClient
-from holdfast._background.writer_messages import WriteJob
-from holdfast._options import Options
+from holdfast._core.background.arena import Arena
+from holdfast._core.background.writer_client import WriterClient
+from holdfast._core.background.writer_messages import WriteJob
+from holdfast._core.base.options import Options
 
 store, hostile, where = sys.argv[1:]
 if where == "PYTHONPATH":

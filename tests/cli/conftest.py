@@ -14,8 +14,8 @@ import torch
 from click.testing import CliRunner, Result
 
 import holdfast
-from holdfast._cli import cli
-from holdfast._roster.memory import Board, MemoryRoster
+from holdfast._core.roster.memory import Board, MemoryRoster
+from holdfast._tools.cli import cli
 
 WIDE = torch.arange(512 * 1024, dtype=torch.float32).reshape(512, 1024)
 EXPERTS = torch.arange(8 * 6 * 10, dtype=torch.float32).reshape(8, 6, 10)

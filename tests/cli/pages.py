@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 import holdfast
-from holdfast._format.columns import Columns, pad
-from holdfast._format.index_layout import encode
-from holdfast._format.names import data_file
-from holdfast._layout.tensor import dtype_code
-from holdfast._roster.memory import MemoryRoster
+from holdfast._core.format.columns import Columns, pad
+from holdfast._core.format.index_layout import encode
+from holdfast._core.format.names import data_file
+from holdfast._core.layout.tensor import dtype_code
+from holdfast._core.roster.memory import MemoryRoster
 from tests.support.threads import on_ranks
 
 HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=document.title="owned">'

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._maintenance.diff import compare
+from holdfast._tools.checkpoints.diff import compare
 from tests.cli.conftest import EXPERTS, WIDE, Run, data_files, flip, save_ranks, state_of
 
 Json = Callable[..., tuple[Any, int]]
@@ -45,7 +45,7 @@ def test_the_same_in_another_layout_is_found_by_reading(kept: Path, tmp_path: Pa
 def test_a_difference_in_another_layout_is_found_in_any_slab(
     slab: int, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast._io.raw_read.slabs.__defaults__", (slab,))
+    monkeypatch.setattr("holdfast._core.io.raw_read.slabs.__defaults__", (slab,))
     wide = WIDE.clone()
     wide[300, 700] += 8192  # a float32 that can be told from its neighbours
     wide[511, 1023] = -1.0

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast._format.digest import digest, hex_digest
-from holdfast._io.index_file import open_index
-from holdfast._io.raw_read import read_box
-from holdfast._layout.box import Box
-from holdfast._maintenance.explain import explain, parse_box
-from holdfast._plan.explain import needed
-from holdfast._plan.read import touched_blocks
-from holdfast._store.local import LocalStore
+from holdfast._core.format.digest import digest, hex_digest
+from holdfast._core.io.index_file import open_index
+from holdfast._core.io.raw_read import read_box
+from holdfast._core.layout.box import Box
+from holdfast._core.plan.explain import needed
+from holdfast._core.plan.read import touched_blocks
+from holdfast._core.store.local import LocalStore
+from holdfast._tools.checkpoints.explain import explain, parse_box
 from holdfast.errors import MissingTensors
 from tests.cli.conftest import WIDE, Run
 

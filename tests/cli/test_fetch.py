@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast import huggingface
-from holdfast._integrations.huggingface import slice_writer
-from holdfast._maintenance.prune import prune
-from holdfast._maintenance.reindex import reindex
+from holdfast._models.huggingface import slice_writer
+from holdfast._tools.checkpoints.prune import prune
+from holdfast._tools.checkpoints.reindex import reindex
 from holdfast.errors import (
     BadInput,
     CorruptCheckpoint,
@@ -343,10 +343,10 @@ def test_scales_of_blocks_go_with_their_tensors(published: Path, tmp_path: Path)
 KILLED = """
 import os, signal, sys
 from holdfast import huggingface
-from holdfast._integrations.huggingface import slice_writer
-from holdfast._maintenance.prune import prune
-from holdfast._maintenance.reindex import reindex
-from holdfast._store.local import LocalWriter
+from holdfast._models.huggingface import slice_writer
+from holdfast._tools.checkpoints.prune import prune
+from holdfast._tools.checkpoints.reindex import reindex
+from holdfast._core.store.local import LocalWriter
 
 slice_writer.FILE_BYTES = 3000
 files, finish = [], LocalWriter.finish

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast import dcp
-from holdfast._values import age_text
+from holdfast._core.base.values import age_text
 from tests.cli.conftest import Run, data_files, flip
 
 Json = Callable[..., tuple[Any, int]]

@@ -29,7 +29,7 @@ TRIES = f"""
 import json, os, resource, sys
 import torch
 import holdfast
-from holdfast._cli import COMMANDS, cli, doctor
+from holdfast._tools.cli import COMMANDS, cli, doctor
 from holdfast._watch import packed
 packed.PATIENCE = doctor.ANSWERED = 0.2
 for name in COMMANDS:

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._format.index import Index
-from holdfast._io.index_file import open_index
-from holdfast._maintenance.page import COLUMNS, NODES, page_of
-from holdfast._store.local import open_store
+from holdfast._core.format.index import Index
+from holdfast._core.io.index_file import open_index
+from holdfast._core.store.local import open_store
+from holdfast._tools.checkpoints.page import COLUMNS, NODES, page_of
 from tests.cli import pages
 from tests.cli.conftest import Run, flip
 from tests.support.browser import Browser, data_of, in_browser
@@ -117,7 +117,7 @@ def test_more_names_than_a_page_holds_are_in_the_sums(tmp_path: Path) -> None:
 
 
 def test_forged_numbers_make_no_large_page(large: Path, tmp_path: Path) -> None:
-    from holdfast._format.index_layout import encode
+    from holdfast._core.format.index_layout import encode
 
     with open_index(open_store(large)) as index:
         columns = index.select()
@@ -183,7 +183,7 @@ def test_why_each_step_of_a_run_stays_or_goes(small: Path, tmp_path: Path, run: 
 
 
 def test_a_step_that_is_read_now_says_so(small: Path, run: Run) -> None:
-    from holdfast._store.pins import Pin
+    from holdfast._core.store.pins import Pin
 
     pin = Pin(open_store(small / "step-00000700"))
     try:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._format.columns import Columns
-from holdfast._io.index_file import open_index
-from holdfast._roster.memory import Board, MemoryRoster
-from holdfast._store.local import LocalStore
+from holdfast._core.format.columns import Columns
+from holdfast._core.io.index_file import open_index
+from holdfast._core.roster.memory import Board, MemoryRoster
+from holdfast._core.store.local import LocalStore
 from tests.cli.conftest import WIDE, Run, data_files, flip, save_ranks
 
 Json = Callable[..., tuple[Any, int]]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast._cli.run import is_torchrun_of_one_host
+from holdfast._tools.cli.run import is_torchrun_of_one_host
 
 SOURCE = Path(holdfast.__file__).parents[1]
 TRAINS = "import torch, holdfast; print('installed:', bool(holdfast.installed()))"
@@ -19,7 +19,7 @@ YES, NO = "installed: True\n", "installed: False\n"
 
 
 def run(*command: object, **env: str) -> subprocess.CompletedProcess[str]:
-    program = "from holdfast._cli import main; main()"
+    program = "from holdfast._tools.cli import main; main()"
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program, "run", "--no-session", "--", *map(str, command)],
         env={**os.environ, "PYTHONPATH": str(SOURCE), **env},

@@ -15,14 +15,14 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
-from holdfast._cli import COMMANDS, cli
+from holdfast._tools.cli import COMMANDS, cli
 from holdfast._version import __version__
 from tests.cli.conftest import Run, data_files
 
 TOLD = """
 import sys
 from click.testing import CliRunner
-from holdfast._cli import cli
+from holdfast._tools.cli import cli
 result = CliRunner().invoke(cli, sys.argv[1:])
 if result.exception is not None and not isinstance(result.exception, SystemExit):
     raise result.exception
@@ -79,25 +79,25 @@ def test_the_probe_would_see_torch() -> None:
 
 STARTED = """
 import sys
-from holdfast._cli import main
+from holdfast._tools.cli import main
 try:
     main()
 finally:
     print(*sys.modules, file=sys.stderr)
 """
-NEVER = {"torch", "rich", "numpy.ma", "holdfast._format.pickle_reader", "holdfast._views"}
+NEVER = {"torch", "rich", "numpy.ma", "holdfast._core.format.pickle_reader", "holdfast._models.views"}
 """What none of these commands needs."""
-DATA = {"holdfast._io.file_reader", "holdfast._format.objects"}
+DATA = {"holdfast._core.io.file_reader", "holdfast._core.format.objects"}
 """What is needed to read an object."""
 
 
 @pytest.mark.parametrize(
     ("command", "most", "in_all", "unwanted"),
     [
-        ("--help", 24, 120, {"numpy", "msgspec", "holdfast._store", "holdfast.errors"}),
-        ("latest", 50, 155, {"numpy", "holdfast._format.index"}),
-        ("inspect", 160, 280, DATA),
-        ("inspect an object", 176, 298, set()),
+        ("--help", 24, 124, {"numpy", "msgspec", "holdfast._core.store", "holdfast.errors"}),
+        ("latest", 50, 159, {"numpy", "holdfast._core.format.index"}),
+        ("inspect", 160, 284, DATA),
+        ("inspect an object", 176, 302, set()),
     ],
 )
 def test_what_is_imported_at_the_start(
@@ -122,7 +122,7 @@ def test_what_is_imported_at_the_start(
 def test_table_of_commands_is_that_of_the_modules(run: Run) -> None:
     listed = run("--help").stdout
     for name, line in COMMANDS.items():
-        command = import_module(f"holdfast._cli.{name}{'_' * iskeyword(name)}").command
+        command = import_module(f"holdfast._tools.cli.{name}{'_' * iskeyword(name)}").command
         assert command.name == name
         assert command.get_short_help_str(200) == line
         assert f"{name} " in listed
@@ -163,7 +163,7 @@ def test_control_characters_in_names_do_not_reach_the_terminal(tmp_path: Path, r
 
 
 def test_errors_without_sentence_are_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import holdfast._cli.latest as module
+    import holdfast._tools.cli.latest as module
 
     def broken(run: str) -> str:
         raise ZeroDivisionError
@@ -191,7 +191,7 @@ def test_nothing_leaks_a_descriptor(checkpoint: Path, kept: Path, run_json: Call
 
 def test_it_says_its_version() -> None:
     said = subprocess.run(
-        [sys.executable, "-c", "from holdfast._cli import main; main()", "--version"],
+        [sys.executable, "-c", "from holdfast._tools.cli import main; main()", "--version"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast._format.index import Index
-from holdfast._format.index_layout import encode
-from holdfast._maintenance.verify import verify
+from holdfast._core.format.index import Index
+from holdfast._core.format.index_layout import encode
+from holdfast._tools.checkpoints.verify import verify
 from tests.cli.conftest import Run, data_files, flip, save_ranks
 
 Json = Callable[..., tuple[Any, int]]

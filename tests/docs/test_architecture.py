@@ -55,7 +55,7 @@ def plain_routes(rank: int, folder: str) -> dict[str, list[str]]:
 
 
 def megatron_route(rank: int, folder: str) -> list[str]:
-    from tests.integrations.megatron.cpu import use_cpu
+    from tests.frameworks.megatron.cpu import use_cpu
 
     use_cpu()
     from holdfast import megatron
@@ -105,9 +105,9 @@ def test_the_core_of_the_picture_is_the_one_that_the_contract_names() -> None:
     wall = next(
         contract for contract in contracts() if contract["name"] == "The core knows no published model"
     )
-    named = {name.removeprefix("holdfast._") for name in wall["source_modules"]}
+    named = {name.removeprefix("holdfast._core.") for name in wall["source_modules"]}
     assert sorted(name for step in steps for name in step) == sorted(named)
-    layers = [set(re.findall(r"holdfast\._(\w+)", layer)) & named for layer in contracts()[0]["layers"]]
+    layers = [set(re.findall(r"holdfast\._core\.(\w+)", layer)) & named for layer in contracts()[0]["layers"]]
     assert [set(step) for step in steps] == [layer for layer in reversed(layers) if layer]
 
 
@@ -124,12 +124,16 @@ def test_interfaces_and_walls_are_there() -> None:
 
 
 def test_every_package_is_a_room_on_the_page_in_the_order_of_the_contract() -> None:
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", screen(), re.MULTILINE)
-    rooms = [set(re.findall(r"`(\w+)`", row)) for row in rows]
-    there = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    rows = re.findall(r"^\| (`[\w/]+`(?:, `[\w/]+`)*) \|", screen(), re.MULTILINE)
+    rooms = [set(re.findall(r"`([\w/]+)`", row)) for row in rows]
+    packages = {path.parent for path in SOURCE.glob("*/__init__.py")}
+    for wing in ("_core", "_models", "_tools"):  # each of their packages is a room
+        packages |= {path.parent for path in (SOURCE / wing).glob("*/__init__.py")} - {SOURCE / wing}
+        packages -= {SOURCE / wing}
+    there = {path.relative_to(SOURCE).as_posix() for path in packages}
     assert there <= set().union(*rooms), there - set().union(*rooms)
     layers = [
-        {name.strip().removeprefix("holdfast.") for name in layer.split("|")}
+        {name.strip().removeprefix("holdfast.").replace(".", "/") for name in layer.split("|")}
         for layer in contracts()[0]["layers"]
     ]
     order = [next(at for at, layer in enumerate(layers) if room <= layer or room & layer) for room in rooms]

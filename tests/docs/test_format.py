@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._format.columns import FINGERPRINTS, LATE
-from holdfast._format.container import Header, read_header
-from holdfast._format.digest import block_sizes
-from holdfast._format.index_layout import FENCE
-from holdfast._format.index_pages import PAGE
-from holdfast._format.names import FORMAT, NARROW, SHARED
-from holdfast._layout.tensor import DTYPES
-from holdfast._roster.memory import MemoryRoster
+from holdfast._core.format.columns import FINGERPRINTS, LATE
+from holdfast._core.format.container import Header, read_header
+from holdfast._core.format.digest import block_sizes
+from holdfast._core.format.index_layout import FENCE
+from holdfast._core.format.index_pages import PAGE
+from holdfast._core.format.names import FORMAT, NARROW, SHARED
+from holdfast._core.layout.tensor import DTYPES
+from holdfast._core.roster.memory import MemoryRoster
 from tests.docs.pages import after, table, text
 from tests.support.threads import on_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from holdfast._views.mapping import WAYS
+from holdfast._models.views.mapping import WAYS
 from holdfast.huggingface import families
 from tests.docs.pages import table, text
 
@@ -24,7 +24,7 @@ def test_the_table_of_ways() -> None:
 
 def test_the_example_is_a_table_of_the_package() -> None:
     example = text(PAGE).split("```toml")[1].split("```")[0]
-    path = Path(__file__).parents[2] / "src/holdfast/_views/families/mixtral.toml"
+    path = Path(__file__).parents[2] / "src/holdfast/_models/views/families/mixtral.toml"
     whole = tomllib.loads(path.read_text(encoding="utf-8"))
     for key, value in tomllib.loads(example).items():
         assert whole[key] == value

@@ -16,10 +16,10 @@ import torch
 
 import holdfast
 from holdfast import errors, huggingface
-from holdfast._cli import COMMANDS, cli
+from holdfast._frameworks.dcp_arguments import TAKES
 from holdfast._groups.ending.bound import EXIT_LATE
 from holdfast._groups.session.shutdown import EXIT_STUCK
-from holdfast._integrations.dcp_arguments import TAKES
+from holdfast._tools.cli import COMMANDS, cli
 from tests.docs.pages import OURS, PAGES, ROOT, anchors, code, table, text, without_code
 from tests.support.processes import ProcessWorld
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast._format.names import INDEX
+from holdfast._core.format.names import INDEX
 from tests.docs.test_recipes import environment
 from tests.support.programs import SAVED, STEPS, Launcher, changed, losses, losses_in, programs_of, weights_of
 

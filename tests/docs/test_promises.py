@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast._roster.memory import MemoryRoster
-from holdfast._roster.process import _status, children_of, own_sockets, sockets
+from holdfast._core.roster.memory import MemoryRoster
+from holdfast._core.roster.process import _status, children_of, own_sockets, sockets
 from holdfast.errors import CorruptCheckpoint, HoldfastError
 from tests.support.processes import ProcessWorld
 from tests.support.threads import on_ranks

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast._protocol.call import begin_call
-from holdfast._protocol.phases import TRANSITIONS
-from holdfast._protocol.task import CollectiveTask
-from holdfast._roster.memory import Board, MemoryRoster
+from holdfast._core.protocol.call import begin_call
+from holdfast._core.protocol.phases import TRANSITIONS
+from holdfast._core.protocol.task import CollectiveTask
+from holdfast._core.roster.memory import Board, MemoryRoster
 from tests.docs.pages import ROOT, table, text
 from tests.support.threads import on_ranks
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast._integrations.frameworks import FRAMEWORKS
+from holdfast._frameworks.frameworks import FRAMEWORKS
 from tests.docs.pages import RECIPES, ROOT, code, text, without_code
 from tests.docs.shell import environment, run_commands
 from tests.support.processes import ProcessWorld
@@ -61,7 +61,7 @@ for runtime_env in json.loads(sys.argv[1]):
 """
 SAVE = """
 import holdfast, torch
-from tests.integrations.megatron.cpu import use_cpu
+from tests.frameworks.megatron.cpu import use_cpu
 use_cpu()
 from megatron.core.dist_checkpointing import ShardedTensor
 from holdfast import megatron
@@ -182,7 +182,9 @@ def test_rays_workers_install(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The two ways on the pages of verl and NeMo RL: a hook of Ray's, and the environment."""
     page = text("docs/recipes/verl.md")
     [hook] = set(re.findall(r"runtime_env\.worker_process_setup_hook=(holdfast\.\w+)", page))
-    shown = python("from holdfast._cli import main; main()", "run", "--env", "--framework", "verl", cwd=ROOT)
+    shown = python(
+        "from holdfast._tools.cli import main; main()", "run", "--env", "--framework", "verl", cwd=ROOT
+    )
     more: dict[str, str] = {}
     for line in shown.splitlines():
         name, _, value = line.removeprefix("export ").partition("=")

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from holdfast._format.columns import ITEMSIZE, Columns, pad
-from holdfast._format.container import read_header
-from holdfast._format.digest import block_counts, block_sizes
-from holdfast._format.index import Index
-from holdfast._layout.tensor import DTYPES, OBJECT
+from holdfast._core.format.columns import ITEMSIZE, Columns, pad
+from holdfast._core.format.container import read_header
+from holdfast._core.format.digest import block_counts, block_sizes
+from holdfast._core.format.index import Index
+from holdfast._core.layout.tensor import DTYPES, OBJECT
 
 names_of_any_kind = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     ['a"b', "a\nb", "a\\b", "\0", "层.0", "é", "e\u0301", "\U0001f600", "__metadata__", "a.b", "a/b", ""]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast._format.archive import Archive, BadArchive
+from holdfast._core.format.archive import Archive, BadArchive
 
 
 def saved(value: Any) -> bytes:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load
 
-from holdfast._format.container import ALIGN, Header, encode_header, read_header
-from holdfast._format.names import is_data_file
+from holdfast._core.format.container import ALIGN, Header, encode_header, read_header
+from holdfast._core.format.names import is_data_file
 from holdfast.errors import CorruptCheckpoint
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._format.digest import (
+from holdfast._core.format.digest import (
     MAX_BLOCK,
     MIN_BLOCK,
     block_counts,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._format.fingerprint import box_sums, nothing, text_of
-from holdfast._layout.box import Box, from_flat_range, whole
+from holdfast._core.format.fingerprint import box_sums, nothing, text_of
+from holdfast._core.layout.box import Box, from_flat_range, whole
 
 MASK = (1 << 64) - 1
 SIZES = (1, 2, 4, 8, 16)

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._format.columns import SPECS, Columns, pad, unpad
-from holdfast._format.container import read_header
-from holdfast._format.digest import digest, digest_many
-from holdfast._format.index import Index
-from holdfast._format.index_layout import FENCE, encode
-from holdfast._format.index_pages import PAGE
-from holdfast._layout.tensor import OBJECT
+from holdfast._core.format.columns import SPECS, Columns, pad, unpad
+from holdfast._core.format.container import read_header
+from holdfast._core.format.digest import digest, digest_many
+from holdfast._core.format.index import Index
+from holdfast._core.format.index_layout import FENCE, encode
+from holdfast._core.format.index_pages import PAGE
+from holdfast._core.layout.tensor import OBJECT
 from holdfast.errors import CorruptCheckpoint
 from tests.format.indexes import build, content, everything, many, open_bytes, place_of, random_rows, reader
 

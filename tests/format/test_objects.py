@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._format import objects
+from holdfast._core.format import objects
 from holdfast.errors import BadInput, CorruptCheckpoint, LoadFailed
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast._maintenance.verify import Verified, verify
+from holdfast._tools.checkpoints.verify import Verified, verify
 
 FOLDER = Path(__file__).with_name("written_by_dc3f242")
 

@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._format.pickle_reader import BadPickle, PickleReader
-from holdfast._format.torch_dist import read_metadata
+from holdfast._core.format.pickle_reader import BadPickle, PickleReader
+from holdfast._core.format.torch_dist import read_metadata
 from holdfast.errors import CorruptCheckpoint
-from tests.integrations.test_torch_dist import state
+from tests.frameworks.test_torch_dist import state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast._format import objects
+from holdfast._core.format import objects
 from holdfast.errors import BadInput, CorruptCheckpoint, LoadFailed
 
 CALLED: list[str] = []

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast._format import objects
+from holdfast._core.format import objects
 from holdfast.errors import BadInput, CorruptCheckpoint, LoadFailed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's of quantized, sparse and nested tensors

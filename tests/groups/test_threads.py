@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from holdfast._core.base.threads import within
+from holdfast._core.process.heart import Heart
 from holdfast._groups.audit import doctor
 from holdfast._groups.audit.doctor import ask, serve
 from holdfast._groups.audit.hazards import ProcessFacts
-from holdfast._heart import Heart
-from holdfast._threads import within
 from holdfast.errors import HoldfastError
 from tests.groups import thread_jobs as jobs
 from tests.support.processes import ProcessWorld

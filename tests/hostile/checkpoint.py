@@ -12,9 +12,9 @@ import torch
 
 import holdfast
 from holdfast import Options, PerRank, Shard
-from holdfast._format.columns import Columns
-from holdfast._format.index import Index
-from holdfast._format.index_layout import encode
+from holdfast._core.format.columns import Columns
+from holdfast._core.format.index import Index
+from holdfast._core.format.index_layout import encode
 from holdfast.errors import HoldfastError
 
 SHAPE = (96, 40)

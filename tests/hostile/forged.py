@@ -23,8 +23,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
-from holdfast._format import objects
-from holdfast._format.columns import Columns
+from holdfast._core.format import objects
+from holdfast._core.format.columns import Columns
 from holdfast.errors import HoldfastError
 from tests.hostile.checkpoint import forge
 

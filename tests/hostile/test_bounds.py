@@ -12,12 +12,12 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 from holdfast import Options
-from holdfast._format import objects
-from holdfast._format.container import encode_header
-from holdfast._format.limits import DATA_HEADER_BYTES
-from holdfast._integrations.torch_dist import import_torch_dist
-from holdfast._io.file_writer import CHUNKS_PER_FILE, split_files
-from holdfast._plan.shard_table import PlannedRows, SavePlan
+from holdfast._core.format import objects
+from holdfast._core.format.container import encode_header
+from holdfast._core.format.limits import DATA_HEADER_BYTES
+from holdfast._core.io.file_writer import CHUNKS_PER_FILE, split_files
+from holdfast._core.plan.shard_table import PlannedRows, SavePlan
+from holdfast._frameworks.torch_dist import import_torch_dist
 from holdfast.errors import BadInput, CorruptCheckpoint
 from tests.hostile import forged
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast._format.container import read_header
+from holdfast._core.format.container import read_header
 from holdfast.errors import CorruptCheckpoint, HoldfastError, NotCommitted
 from tests.hostile.checkpoint import columns_of, is_right, outcome, read, snapshot, write
 

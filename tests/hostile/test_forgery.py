@@ -22,10 +22,10 @@ import torch
 from click.testing import CliRunner
 
 import holdfast
-from holdfast._cli import cli
-from holdfast._format import objects
-from holdfast._format.columns import Columns
-from holdfast._format.digest import digest, digest_many
+from holdfast._core.format import objects
+from holdfast._core.format.columns import Columns
+from holdfast._core.format.digest import digest, digest_many
+from holdfast._tools.cli import cli
 from holdfast.errors import CorruptCheckpoint, HoldfastError, LoadFailed, NotCommitted, StorageError
 from tests.hostile.checkpoint import columns_of, forge, is_right, outcome, read, rows_of, snapshot, write
 

@@ -22,13 +22,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from holdfast._format import objects, torch_dist
-from holdfast._format.digest import digest
-from holdfast._format.index_layout import encode
-from holdfast._format.tensor_archive import Chunk, ChunkLocation, locate
+from holdfast._core.format import objects, torch_dist
+from holdfast._core.format.digest import digest
+from holdfast._core.format.index_layout import encode
+from holdfast._core.format.tensor_archive import Chunk, ChunkLocation, locate
 from holdfast.errors import CorruptCheckpoint, HoldfastError, LoadFailed
 from tests.format.indexes import build, everything
-from tests.integrations.test_torch_dist import state
+from tests.frameworks.test_torch_dist import state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of what it is given
 

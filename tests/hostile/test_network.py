@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._roster.seal import Seal
-from holdfast._values import Message
+from holdfast._core.base.values import Message
+from holdfast._core.roster.seal import Seal
 from holdfast.errors import HoldfastError
 from tests.support.forger import Forger
 from tests.support.processes import ProcessWorld

@@ -21,13 +21,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from holdfast import _recording
-from holdfast._cli import doctor as doctor_command
+from holdfast._core.process import recording as _recording
+from holdfast._core.process.heart import heart
+from holdfast._core.process.recording import Recorder
 from holdfast._groups.audit import doctor
 from holdfast._groups.audit.hazards import ProcessFacts
-from holdfast._heart import heart
-from holdfast._recorded.event_log import read_events
-from holdfast._recording import Recorder
+from holdfast._tools.cli import doctor as doctor_command
+from holdfast._tools.recorded.event_log import read_events
 from holdfast._watch import shared_call
 from holdfast.errors import BadInput
 from tests.support.waiting import wait_until

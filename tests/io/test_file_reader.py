@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._format.columns import Array, Columns, pad
-from holdfast._format.digest import block_sizes, digest
-from holdfast._io.file_reader import plan_read, read_into
-from holdfast._io.host_memory import HostMemory
-from holdfast._layout.box import Box, from_flat_range, whole
-from holdfast._layout.tensor import CODE_OF, TensorSpec
-from holdfast._plan.shard_table import ShardTable
-from holdfast._store.base import Reader
-from holdfast._values import Buffer
+from holdfast._core.base.values import Buffer
+from holdfast._core.format.columns import Array, Columns, pad
+from holdfast._core.format.digest import block_sizes, digest
+from holdfast._core.io.file_reader import plan_read, read_into
+from holdfast._core.io.host_memory import HostMemory
+from holdfast._core.layout.box import Box, from_flat_range, whole
+from holdfast._core.layout.tensor import CODE_OF, TensorSpec
+from holdfast._core.plan.shard_table import ShardTable
+from holdfast._core.store.base import Reader
 from holdfast.errors import CorruptCheckpoint
 from holdfast.testing import MemoryStore
 from tests.support.boxes import split

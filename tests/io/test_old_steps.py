@@ -13,11 +13,11 @@ import torch
 
 import holdfast
 import holdfast.dcp
-from holdfast._format.names import HOLDFAST_CONFIG, METADATA, is_named_by_save
-from holdfast._io.old_steps import remove_step
-from holdfast._maintenance.inspect import Run, describe
-from holdfast._maintenance.prune import prune
-from holdfast._store.local import LocalStore
+from holdfast._core.format.names import HOLDFAST_CONFIG, METADATA, is_named_by_save
+from holdfast._core.io.old_steps import remove_step
+from holdfast._core.store.local import LocalStore
+from holdfast._tools.checkpoints.inspect import Run, describe
+from holdfast._tools.checkpoints.prune import prune
 from holdfast.errors import HoldfastError
 
 SOLO = holdfast.Job(no_dist=True)

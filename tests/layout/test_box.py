@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._layout.box import Box, from_flat_range, whole
+from holdfast._core.layout.box import Box, from_flat_range, whole
 from holdfast.errors import BadInput
 
 SPAN = 7

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._layout.box import Box, from_flat_range, whole
-from holdfast._layout.coverage import first_problem
+from holdfast._core.layout.box import Box, from_flat_range, whole
+from holdfast._core.layout.coverage import first_problem
 from tests.support.boxes import tiles
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast._layout.deferred_offset import DeferredOffset, place, told
+from holdfast._core.layout.deferred_offset import DeferredOffset, place, told
 
 Row = tuple[int, DeferredOffset]
 

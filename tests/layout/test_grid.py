@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._layout.grid import AXES, DENSE, EXPERT, Grid
+from holdfast._core.layout.grid import AXES, DENSE, EXPERT, Grid
 from holdfast.errors import BadInput
 
 

@@ -7,7 +7,7 @@ import fnmatch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast._layout.patterns import Names, matches, selector, unmatched
+from holdfast._core.layout.patterns import Names, matches, selector, unmatched
 
 NAMES = st.lists(st.text("ab.[\n", max_size=6), max_size=8)
 PATTERNS = st.lists(st.text("ab.*?[!]\n", max_size=5), max_size=6)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast._layout.grid import Grid, grid_of
-from holdfast._layout.ranks import ranks_of, ranks_text
+from holdfast._core.layout.grid import Grid, grid_of
+from holdfast._core.layout.ranks import ranks_of, ranks_text
 
 
 @given(st.sets(st.integers(0, 200), min_size=1))

@@ -13,12 +13,12 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
-from holdfast._format.columns import Columns
-from holdfast._format.index import Index
-from holdfast._state.flatten import select
-from holdfast._state.leaf import Leaf
+from holdfast._core.format.columns import Columns
+from holdfast._core.format.index import Index
+from holdfast._core.state.flatten import select
+from holdfast._core.state.leaf import Leaf
 from holdfast.errors import BadInput, ShapeMismatch
-from tests.integrations.huggingface.models import TINY, publish
+from tests.frameworks.huggingface.models import TINY, publish
 from tests.support.threads import on_ranks
 
 ALONE = holdfast.Job(no_dist=True)

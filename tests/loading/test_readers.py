@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as stock
 
 import holdfast
 from holdfast import dcp
-from holdfast._loading import stored_checkpoint
-from holdfast._store import pins
+from holdfast._core.loading import stored_checkpoint
+from holdfast._core.store import pins
 from holdfast.errors import CorruptCheckpoint, Replaced
 from tests.support.threads import in_a_fork
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 
 import holdfast
 import holdfast.dcp as dcp
-from holdfast._io.renamed import mapping_that_fits
+from holdfast._core.io.renamed import mapping_that_fits
 from holdfast.errors import HoldfastError, LoadFailed, MissingTensors
 from tests.support.threads import on_ranks
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
-from holdfast._format.index import Index
+from holdfast._core.format.index import Index
 from holdfast.errors import BadInput, CorruptCheckpoint, MissingTensors, NotCommitted
 from holdfast.testing import MemoryStore
-from tests.integrations.huggingface.models import TINY, publish, weights
+from tests.frameworks.huggingface.models import TINY, publish, weights
 
 ALONE = holdfast.Job(no_dist=True)
 W = torch.arange(24 * 40, dtype=torch.float32).reshape(24, 40)
@@ -30,7 +30,7 @@ STATE = {
 @pytest.fixture(params=["holdfast", "torch DCP", "a store"])
 def opened(
     request: pytest.FixtureRequest, tmp_path: Path
-) -> holdfast._loading.stored_checkpoint.StoredCheckpoint:
+) -> holdfast._core.loading.stored_checkpoint.StoredCheckpoint:
     if request.param == "torch DCP":
         torch_dcp.save(STATE, checkpoint_id=tmp_path / "it", no_dist=True)
         return holdfast.open(tmp_path / "it")
@@ -57,13 +57,13 @@ INDICES = [
 
 @pytest.mark.parametrize("index", INDICES, ids=str)
 def test_an_index_reads_what_it_reads_of_a_tensor(
-    opened: holdfast._loading.stored_checkpoint.StoredCheckpoint, index: object
+    opened: holdfast._core.loading.stored_checkpoint.StoredCheckpoint, index: object
 ) -> None:
     stored = opened["model.w"]
     assert torch.equal(stored[index], W[index])  # type: ignore[index]
 
 
-def test_names_shapes_and_values(opened: holdfast._loading.stored_checkpoint.StoredCheckpoint) -> None:
+def test_names_shapes_and_values(opened: holdfast._core.loading.stored_checkpoint.StoredCheckpoint) -> None:
     assert sorted(opened) == ["lr", "model.half", "model.none", "model.one", "model.w"]
     assert len(opened) == 5
     assert "model.w" in opened
@@ -131,7 +131,7 @@ def test_damage_is_found_only_where_it_is_read(tmp_path: Path) -> None:
 
 
 WRONG: list[
-    tuple[Callable[[holdfast._loading.stored_checkpoint.StoredTensor], object], type[Exception], str]
+    tuple[Callable[[holdfast._core.loading.stored_checkpoint.StoredTensor], object], type[Exception], str]
 ] = [
     (lambda w: w[24], IndexError, r"has the shape \[24, 40\]"),
     (lambda w: w[1, 2, 3], BadInput, "2 dimensions"),
@@ -147,7 +147,7 @@ WRONG: list[
 
 @pytest.mark.parametrize(("call", "error", "said"), WRONG)
 def test_what_can_not_be_read_is_said(
-    call: Callable[[holdfast._loading.stored_checkpoint.StoredTensor], object],
+    call: Callable[[holdfast._core.loading.stored_checkpoint.StoredTensor], object],
     error: type[Exception],
     said: str,
     tmp_path: Path,

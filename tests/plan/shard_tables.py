@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from holdfast._layout.box import Box, whole
-from holdfast._layout.tensor import CODE_OF, TensorSpec
-from holdfast._plan.shard_table import PlannedRows, ShardTable
+from holdfast._core.layout.box import Box, whole
+from holdfast._core.layout.tensor import CODE_OF, TensorSpec
+from holdfast._core.plan.shard_table import PlannedRows, ShardTable
 
 
 class NoMemory:

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast._layout.box import Box, cut, union
-from holdfast._plan.byte_ranges import ByteRange, _joined, runs_of
+from holdfast._core.layout.box import Box, cut, union
+from holdfast._core.plan.byte_ranges import ByteRange, _joined, runs_of
 
 
 @st.composite

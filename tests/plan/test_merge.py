@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._format.columns import Columns, pad
-from holdfast._format.digest import digest_many
-from holdfast._format.index_layout import encode
-from holdfast._layout.box import Box, whole
-from holdfast._layout.tensor import CODE_OF, OBJECT
-from holdfast._plan.agreement import check_vanished
-from holdfast._plan.merge import Merger
+from holdfast._core.format.columns import Columns, pad
+from holdfast._core.format.digest import digest_many
+from holdfast._core.format.index_layout import encode
+from holdfast._core.layout.box import Box, whole
+from holdfast._core.layout.tensor import CODE_OF, OBJECT
+from holdfast._core.plan.agreement import check_vanished
+from holdfast._core.plan.merge import Merger
 from holdfast.errors import CoverageError, ReplicaMismatch, Vanished
 from tests.format.indexes import content, open_bytes
 from tests.support.boxes import split, tiles

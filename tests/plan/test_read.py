@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._layout.box import Box, from_flat_range, whole
-from holdfast._plan import read
-from holdfast._plan.read import Overlaps, overlaps
+from holdfast._core.layout.box import Box, from_flat_range, whole
+from holdfast._core.plan import read
+from holdfast._core.plan.read import Overlaps, overlaps
 from tests.support.boxes import split
 
 

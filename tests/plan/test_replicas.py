@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._layout.box import Box, whole
-from holdfast._plan.replicas import cut, first_writer, piece, shares
-from holdfast._plan.shard_table import contiguous_at
+from holdfast._core.layout.box import Box, whole
+from holdfast._core.plan.replicas import cut, first_writer, piece, shares
+from holdfast._core.plan.shard_table import contiguous_at
 from tests.support.boxes import tiles
 
 MiB = 1 << 20

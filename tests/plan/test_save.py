@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._format.digest import block_sizes
-from holdfast._layout.box import Box, whole
-from holdfast._layout.tensor import TensorSpec
-from holdfast._options import Options
-from holdfast._plan.replicas import shares
-from holdfast._plan.save import PANEL_CHUNK, PANEL_ROW, plan_save
-from holdfast._plan.shard_table import ShardTable, contiguous_at, describe
+from holdfast._core.base.options import Options
+from holdfast._core.format.digest import block_sizes
+from holdfast._core.layout.box import Box, whole
+from holdfast._core.layout.tensor import TensorSpec
+from holdfast._core.plan.replicas import shares
+from holdfast._core.plan.save import PANEL_CHUNK, PANEL_ROW, plan_save
+from holdfast._core.plan.shard_table import ShardTable, contiguous_at, describe
 from holdfast.errors import BadInput
 from tests.plan.shard_tables import NoMemory, boxes_of, holding
 from tests.support.boxes import tiles

@@ -16,11 +16,11 @@ import torch
 
 import holdfast
 import holdfast.dcp as dcp
-from holdfast._format.names import INDEX
-from holdfast._protocol.call import begin_call
-from holdfast._protocol.operation import agree
-from holdfast._roster.memory import Board, MemoryRoster
-from holdfast._store.local import LocalReader, LocalStore, LocalWriter
+from holdfast._core.format.names import INDEX
+from holdfast._core.protocol.call import begin_call
+from holdfast._core.protocol.operation import agree
+from holdfast._core.roster.memory import Board, MemoryRoster
+from holdfast._core.store.local import LocalReader, LocalStore, LocalWriter
 from holdfast.errors import CommitUnconfirmed, CorruptCheckpoint, HoldfastError, RankFailed
 from tests.support.processes import ProcessWorld
 from tests.support.threads import no_more_threads, on_ranks
@@ -389,7 +389,7 @@ def test_a_forged_commit_is_no_success(
 ) -> None:
     """Somebody who knows all secrets tells rank 1 that its save is committed. No index of it is in storage,
     maybe an older one."""
-    from holdfast._protocol import core as protocol
+    from holdfast._core.protocol import core as protocol
 
     monkeypatch.setattr(protocol, "VISIBLE_WITHIN", 0.3)
     place, board = tmp_path / "a", Board()

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._protocol.call import begin_call
-from holdfast._protocol.task import CollectiveTask
-from holdfast._roster.torch_store import TorchRoster
-from holdfast._values import Message
+from holdfast._core.base.values import Message
+from holdfast._core.protocol.call import begin_call
+from holdfast._core.protocol.task import CollectiveTask
+from holdfast._core.roster.torch_store import TorchRoster
 from holdfast.errors import HoldfastError
 from tests.support.processes import ProcessWorld
 from tests.support.threads import on_ranks
@@ -167,7 +167,7 @@ def test_a_second_process_group_begins_anew(tmp_path: Path, store_host: str) -> 
 def two_lives_job(rank: int, folder: str, store_host: str) -> bool:
     import torch.distributed as dist
 
-    from holdfast._torch_private import default_store
+    from holdfast._core.torch_private import default_store
 
     job = holdfast.Job(timeout=30.0, stall_timeout=20.0)
     store = default_store() if store_host == "launcher" else None

@@ -15,13 +15,13 @@ import torch
 
 import holdfast
 from holdfast import dcp, huggingface
-from holdfast._values import shortened
+from holdfast._core.base.values import shortened
 from holdfast.errors import HoldfastError
 
 SOURCE = Path(holdfast.__file__).parent
 megatron: Any = None
 if importlib.util.find_spec("megatron") is not None:
-    import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
+    import tests.frameworks.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
     from holdfast import megatron
 
 
@@ -34,23 +34,26 @@ def arguments_in(text: str) -> set[str]:
 
 RAISED_BY: dict[str, list[Callable[..., Any]]] = {
     "_groups/lifecycle/warm_up.py": [holdfast.warm_up],
-    "_integrations/dcp_arguments.py": [dcp.save, dcp.async_save, dcp.load],
-    "_integrations/huggingface/export.py": [huggingface.export],
-    "_integrations/huggingface/published_tensors.py": [huggingface.export],
-    "_integrations/megatron/checkpointing.py": [megatron.load] if megatron else [],
-    "_io/renamed.py": [holdfast.load],
-    "_layout/grid.py": [holdfast.Grid],
-    "_integrations/huggingface/fetch.py": [huggingface.fetch],
-    "_loading/job.py": [holdfast.load, holdfast.Checkpoints.restore],
-    "_loading/rest.py": [holdfast.load, holdfast.Checkpoints.restore],
-    "_loading/tied.py": [holdfast.load, holdfast.Checkpoints.restore],
-    "_maintenance/same.py": [holdfast.same],
-    "_plan/agreement.py": [holdfast.save, holdfast.async_save, holdfast.Checkpoints.save],
-    "_protocol/call.py": [holdfast.save, holdfast.load, dcp.save, dcp.load, huggingface.export],
-    "_run/owner.py": [holdfast.Checkpoints],
-    "_state/tensors.py": [holdfast.PerRank],
-    "_store/retention.py": [holdfast.Checkpoints.save, *([megatron.Checkpoints.save] if megatron else [])],
-    "_integrations/dcp.py": [dcp.load],
+    "_frameworks/dcp_arguments.py": [dcp.save, dcp.async_save, dcp.load],
+    "_models/huggingface/export.py": [huggingface.export],
+    "_models/huggingface/published_tensors.py": [huggingface.export],
+    "_frameworks/megatron/checkpointing.py": [megatron.load] if megatron else [],
+    "_core/io/renamed.py": [holdfast.load],
+    "_core/layout/grid.py": [holdfast.Grid],
+    "_models/huggingface/fetch.py": [huggingface.fetch],
+    "_core/loading/job.py": [holdfast.load, holdfast.Checkpoints.restore],
+    "_core/loading/rest.py": [holdfast.load, holdfast.Checkpoints.restore],
+    "_core/loading/tied.py": [holdfast.load, holdfast.Checkpoints.restore],
+    "_models/equality/same.py": [holdfast.same],
+    "_core/plan/agreement.py": [holdfast.save, holdfast.async_save, holdfast.Checkpoints.save],
+    "_core/protocol/call.py": [holdfast.save, holdfast.load, dcp.save, dcp.load, huggingface.export],
+    "_core/run/owner.py": [holdfast.Checkpoints],
+    "_core/state/tensors.py": [holdfast.PerRank],
+    "_core/store/retention.py": [
+        holdfast.Checkpoints.save,
+        *([megatron.Checkpoints.save] if megatron else []),
+    ],
+    "_frameworks/dcp.py": [dcp.load],
 }
 """Who can raise the hints of a file that name arguments. Where functions differ, the hint is made for each
 (`lenient` in LoadRequest), and the calls below show it."""

@@ -22,16 +22,16 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._core.base.values import Message
+from holdfast._core.protocol.call import begin_call
+from holdfast._core.protocol.operation import agree
+from holdfast._core.protocol.rendezvous import life_of
+from holdfast._core.protocol.rounds import _DUTIES
+from holdfast._core.protocol.task import CollectiveTask
+from holdfast._core.roster.beacon import beacon_of
+from holdfast._core.roster.presence import see
+from holdfast._core.roster.whereabouts import Inquiry
 from holdfast._groups.session.monitor import Monitor
-from holdfast._protocol.call import begin_call
-from holdfast._protocol.operation import agree
-from holdfast._protocol.rendezvous import life_of
-from holdfast._protocol.rounds import _DUTIES
-from holdfast._protocol.task import CollectiveTask
-from holdfast._roster.beacon import beacon_of
-from holdfast._roster.presence import see
-from holdfast._roster.whereabouts import Inquiry
-from holdfast._values import Message
 from holdfast._watch import roll_call
 from holdfast._watch.answering import Answering
 from holdfast._watch.own_stacks import Look
@@ -433,9 +433,9 @@ SITES = {
     ("_groups/session/monitor.py", "f'{self.key}/{what}/{self.roster.rank}'"): [
         "session/<token>/<word>/<rank>"
     ],
-    ("_protocol/core.py", "context.answer_key"): ["K/answer of a load"],
-    ("_protocol/core.py", "context.final_key"): ["K/final"],
-    ("_protocol/effects.py", "key"): [
+    ("_core/protocol/core.py", "context.answer_key"): ["K/answer of a load"],
+    ("_core/protocol/core.py", "context.final_key"): ["K/final"],
+    ("_core/protocol/effects.py", "key"): [
         "K/row_digest/<rank>",
         "K/rows/<rank>",
         "K/answer/<rank>",
@@ -445,24 +445,24 @@ SITES = {
         "K/asked/<rank>",
         "K/acted/<rank>",
     ],
-    ("_protocol/effects.py", "f'{key}/{name}'"): ["K/answer", "K/answered"],
-    ("_protocol/effects.py", "outcome_key(key)"): ["K/outcome", "K/outcome of a choice"],
-    ("_protocol/liveness.py", "key"): ["K/told/<n>"],
-    ("_protocol/operation.py", "self.context.final_key"): ["K/final"],
-    ("_protocol/rendezvous.py", "claim.key"): ["life/<participants>/<rank>/<life>"],
-    ("_protocol/rendezvous.py", "f'{key}/left'"): ["K/left"],
-    ("_protocol/rendezvous.py", "f'{key}/open'"): ["K/open"],
-    ("_protocol/rendezvous.py", "f'{lives}/{number}'"): ["life/<participants>/<rank>/<life>"],
-    ("_protocol/rounds.py", "context.answer_key"): ["K/answer"],
-    ("_protocol/rounds.py", "context.answered_key"): ["K/answered"],
-    ("_protocol/rounds.py", "context.outcome_key"): ["K/outcome", "K/outcome of a choice"],
-    ("_roster/beacon.py", "at_key(self.who.rank)"): ["at/<rank>"],
-    ("_roster/neighbours.py", "gone_key(rank)"): ["gone/<rank>"],
-    ("_roster/torch_store.py", "key"): ["secret"],
-    ("_roster/whereabouts.py", "_answer_key(rank)"): ["where/<rank>"],
-    ("_roster/whereabouts.py", "_question_key(rank)"): ["where/<rank>/ask"],
-    ("_run/preemption.py", "key"): ["asked/<life>/<ranks>/<n>"],
-    ("_run/save_times.py", "key"): ["due/<life>/<run>/<n>"],
+    ("_core/protocol/effects.py", "f'{key}/{name}'"): ["K/answer", "K/answered"],
+    ("_core/protocol/effects.py", "outcome_key(key)"): ["K/outcome", "K/outcome of a choice"],
+    ("_core/protocol/liveness.py", "key"): ["K/told/<n>"],
+    ("_core/protocol/operation.py", "self.context.final_key"): ["K/final"],
+    ("_core/protocol/rendezvous.py", "claim.key"): ["life/<participants>/<rank>/<life>"],
+    ("_core/protocol/rendezvous.py", "f'{key}/left'"): ["K/left"],
+    ("_core/protocol/rendezvous.py", "f'{key}/open'"): ["K/open"],
+    ("_core/protocol/rendezvous.py", "f'{lives}/{number}'"): ["life/<participants>/<rank>/<life>"],
+    ("_core/protocol/rounds.py", "context.answer_key"): ["K/answer"],
+    ("_core/protocol/rounds.py", "context.answered_key"): ["K/answered"],
+    ("_core/protocol/rounds.py", "context.outcome_key"): ["K/outcome", "K/outcome of a choice"],
+    ("_core/roster/beacon.py", "at_key(self.who.rank)"): ["at/<rank>"],
+    ("_core/roster/neighbours.py", "gone_key(rank)"): ["gone/<rank>"],
+    ("_core/roster/torch_store.py", "key"): ["secret"],
+    ("_core/roster/whereabouts.py", "_answer_key(rank)"): ["where/<rank>"],
+    ("_core/roster/whereabouts.py", "_question_key(rank)"): ["where/<rank>/ask"],
+    ("_core/run/preemption.py", "key"): ["asked/<life>/<ranks>/<n>"],
+    ("_core/run/save_times.py", "key"): ["due/<life>/<run>/<n>"],
     ("_watch/answering.py", "f'roll/{self._number}/over'"): ["roll/<n>/over"],
     ("_watch/answering.py", "key"): ["roll/<n>/<rank>"],
     ("_watch/roll_call.py", "key"): ["roll/<n>"],
@@ -486,8 +486,8 @@ def test_every_key_that_the_source_writes_has_a_row() -> None:
     for file in sorted(source.rglob("*.py")):
         name = file.relative_to(source).as_posix()
         if "testing" in file.parts or name in (
-            "_protocol/runner.py",
-            "_roster/base.py",
+            "_core/protocol/runner.py",
+            "_core/roster/base.py",
         ):  # which pass keys on
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

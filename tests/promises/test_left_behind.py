@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import holdfast
-from holdfast._roster.torch_store import TorchRoster
+from holdfast._core.roster.torch_store import TorchRoster
 from holdfast.errors import CommitUnconfirmed, HoldfastError
 from tests.support.processes import ProcessWorld
 
@@ -48,7 +48,7 @@ def test_a_rank_that_ends_on_its_error_has_told_it_to_all(tmp_path: Path) -> Non
 
 
 def die_after_the_decision(rank: int, folder: str) -> tuple[str, list[tuple[int, int]]]:
-    from holdfast._protocol import core
+    from holdfast._core.protocol import core
 
     def die(*_: object) -> object:
         time.sleep(2.0)  # the others have looked at this rank by then

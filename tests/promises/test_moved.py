@@ -12,8 +12,8 @@ import torch
 
 import holdfast
 import holdfast.dcp as dcp
-from holdfast._format.names import INDEX, METADATA
-from holdfast._saving.job import SaveJob
+from holdfast._core.format.names import INDEX, METADATA
+from holdfast._core.saving.job import SaveJob
 from holdfast.errors import CommitUnconfirmed
 from tests.support.processes import ProcessWorld
 from tests.support.waiting import wait_until
@@ -84,5 +84,5 @@ def test_a_word_of_a_commit_is_not_believed_beside_files_that_are_there(
 
 def move_the_index(rank: int, folder: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("holdfast._protocol.core.VISIBLE_WITHIN", 1.5)
+        patch.setattr("holdfast._core.protocol.core.VISIBLE_WITHIN", 1.5)
         return move(rank, folder, "without its index")[0]

@@ -21,15 +21,15 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 import holdfast
-from holdfast._format.index_layout import encode
-from holdfast._format.names import INDEX
-from holdfast._io.index_file import open_index
-from holdfast._maintenance.verify import verify
-from holdfast._roster.torch_store import TorchRoster
-from holdfast._run import preemption as preemption_module
-from holdfast._run import save_times
-from holdfast._store.local import LocalStore
-from holdfast._values import Message
+from holdfast._core.base.values import Message
+from holdfast._core.format.index_layout import encode
+from holdfast._core.format.names import INDEX
+from holdfast._core.io.index_file import open_index
+from holdfast._core.roster.torch_store import TorchRoster
+from holdfast._core.run import preemption as preemption_module
+from holdfast._core.run import save_times
+from holdfast._core.store.local import LocalStore
+from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import CorruptCheckpoint, HoldfastError, RosterLost
 from tests.support.strangers import Stranger, job_of, on_each
 from tests.support.waiting import wait_until

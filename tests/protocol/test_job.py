@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import Job, dcp, events
-from holdfast._protocol.call import begin_call
-from holdfast._protocol.job import defaults, job_of
-from holdfast._roster.memory import Board, MemoryRoster
+from holdfast._core.protocol.call import begin_call
+from holdfast._core.protocol.job import defaults, job_of
+from holdfast._core.roster.memory import Board, MemoryRoster
 from holdfast.errors import BadInput
 from tests.support.processes import ProcessWorld
 from tests.support.waiting import SLACK

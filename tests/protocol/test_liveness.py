@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from holdfast._deadline import Deadline, Limits
-from holdfast._protocol.effects import Claim, Context, Late, Look, Put
-from holdfast._protocol.liveness import PeerMonitor
-from holdfast._roster.presence import Seen, Vitals
-from holdfast._roster.process import Identity
+from holdfast._core.base.deadline import Deadline, Limits
+from holdfast._core.protocol.effects import Claim, Context, Late, Look, Put
+from holdfast._core.protocol.liveness import PeerMonitor
+from holdfast._core.roster.presence import Seen, Vitals
+from holdfast._core.roster.process import Identity
 from holdfast.errors import DeadlineExceeded, HoldfastError, IdleRanks, RankFailed
 from tests.support.faults import Faults
 from tests.support.simulate import SimulatedClock, World, check, run_world

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import _bar, events
-from holdfast._protocol import operation
+from holdfast import events
+from holdfast._core.base import bar as _bar
+from holdfast._core.protocol import operation
 
 ALONE = holdfast.Job(no_dist=True)
 

@@ -14,19 +14,19 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._deadline import Deadline, Limits
-from holdfast._protocol.call import begin_call
-from holdfast._protocol.core import save_steps
-from holdfast._protocol.effects import Context, Get, Look, Steps
-from holdfast._protocol.liveness import QUOTED, PeerMonitor
-from holdfast._protocol.messages import Final, abandoned_by
-from holdfast._protocol.operation import Operation
-from holdfast._protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Transitions
-from holdfast._protocol.runner import GRACE, Cancel, _Ended, _wait, perform
-from holdfast._roster.beacon import Presence
-from holdfast._roster.memory import Board, MemoryRoster
-from holdfast._roster.presence import Seen
-from holdfast._values import Message
+from holdfast._core.base.deadline import Deadline, Limits
+from holdfast._core.base.values import Message
+from holdfast._core.protocol.call import begin_call
+from holdfast._core.protocol.core import save_steps
+from holdfast._core.protocol.effects import Context, Get, Look, Steps
+from holdfast._core.protocol.liveness import QUOTED, PeerMonitor
+from holdfast._core.protocol.messages import Final, abandoned_by
+from holdfast._core.protocol.operation import Operation
+from holdfast._core.protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Transitions
+from holdfast._core.protocol.runner import GRACE, Cancel, _Ended, _wait, perform
+from holdfast._core.roster.beacon import Presence
+from holdfast._core.roster.memory import Board, MemoryRoster
+from holdfast._core.roster.presence import Seen
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankFailed, RosterLost, StorageError
 from tests.support.faults import Faults
 from tests.support.simulate import SimulatedClock, World
@@ -83,7 +83,7 @@ def state(rank: int) -> dict[str, Any]:
 
 def test_a_rank_stuck_in_storage_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that never returns: the call comes back at its deadline, and can't commit later."""
-    from holdfast._store.local import LocalWriter
+    from holdfast._core.store.local import LocalWriter
 
     release = threading.Event()
     real = LocalWriter.write_at
@@ -159,7 +159,7 @@ def test_a_thread_whose_message_store_answers_is_not_stuck() -> None:
 
 
 def test_a_lone_rank_stuck_past_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast._store.local import LocalWriter
+    from holdfast._core.store.local import LocalWriter
 
     release = threading.Event()
     monkeypatch.setattr(LocalWriter, "write_at", lambda self, start, buffers: release.wait(60))
@@ -257,7 +257,7 @@ def test_many_processes_without_a_process_group_are_refused(
 
 def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> None:
     """Ranks that do not share a file system: the committer can't see what rank 1 wrote."""
-    from holdfast._saving import commit
+    from holdfast._core.saving import commit
 
     places = {0: tmp_path / "a", 1: tmp_path / "b"}
     for place in places.values():
@@ -265,10 +265,10 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
     short = commit.VISIBLE_WITHIN
     commit.VISIBLE_WITHIN = 0.5
     try:
-        from holdfast._saving.job import SaveJob
-        from holdfast._saving.request import SaveRequest
-        from holdfast._state.flatten import flatten
-        from holdfast._store.local import LocalStore
+        from holdfast._core.saving.job import SaveJob
+        from holdfast._core.saving.request import SaveRequest
+        from holdfast._core.state.flatten import flatten
+        from holdfast._core.store.local import LocalStore
 
         def job(roster: MemoryRoster) -> Any:
             store = LocalStore(places[roster.rank])

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from holdfast._deadline import Deadline
-from holdfast._protocol.effects import Context, Steps
-from holdfast._protocol.messages import Outcome, abandoned_by, from_roster, to_message
-from holdfast._protocol.phases import CHOICE_TRANSITIONS
-from holdfast._protocol.rendezvous import SWEEP_AFTER, CallSignature, History, history_of, leave, meet
-from holdfast._protocol.runner import Cancel, perform
-from holdfast._roster.beacon import Presence
-from holdfast._roster.memory import Board, MemoryRoster
+from holdfast._core.base.deadline import Deadline
+from holdfast._core.protocol.effects import Context, Steps
+from holdfast._core.protocol.messages import Outcome, abandoned_by, from_roster, to_message
+from holdfast._core.protocol.phases import CHOICE_TRANSITIONS
+from holdfast._core.protocol.rendezvous import SWEEP_AFTER, CallSignature, History, history_of, leave, meet
+from holdfast._core.protocol.runner import Cancel, perform
+from holdfast._core.roster.beacon import Presence
+from holdfast._core.roster.memory import Board, MemoryRoster
 from holdfast.errors import HoldfastError, from_message
 from holdfast.testing.clock import ManualClock
 

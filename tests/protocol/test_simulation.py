@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from holdfast._deadline import Limits
-from holdfast._protocol import core as protocol
-from holdfast._protocol import liveness, rounds
-from holdfast._protocol.effects import Claim, Context, Delete, Steps, outcome_key
-from holdfast._protocol.liveness import PeerMonitor
-from holdfast._protocol.messages import abandoned_by
-from holdfast._protocol.rendezvous import History, _Open, _shared
-from holdfast._roster.links import Path
-from holdfast._roster.neighbours import Neighbour
-from holdfast._roster.presence import Gone, Seen, Vitals
+from holdfast._core.base.deadline import Limits
+from holdfast._core.protocol import core as protocol
+from holdfast._core.protocol import liveness, rounds
+from holdfast._core.protocol.effects import Claim, Context, Delete, Steps, outcome_key
+from holdfast._core.protocol.liveness import PeerMonitor
+from holdfast._core.protocol.messages import abandoned_by
+from holdfast._core.protocol.rendezvous import History, _Open, _shared
+from holdfast._core.roster.links import Path
+from holdfast._core.roster.neighbours import Neighbour
+from holdfast._core.roster.presence import Gone, Seen, Vitals
 from holdfast.errors import HoldfastError, RankInfo
 from tests.support import simulate as simulate_module
 from tests.support.faults import Faults

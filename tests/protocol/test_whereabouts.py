@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast._core.protocol.call import begin_call
+from holdfast._core.protocol.operation import agree
+from holdfast._core.roster.memory import Board, MemoryRoster
+from holdfast._core.roster.process import _status
+from holdfast._core.roster.whereabouts import LONGEST
 from holdfast._groups.lifecycle.warm_up import warm_up
-from holdfast._protocol.call import begin_call
-from holdfast._protocol.operation import agree
-from holdfast._roster.memory import Board, MemoryRoster
-from holdfast._roster.process import _status
-from holdfast._roster.whereabouts import LONGEST
 from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed
 from tests.support.gil import hold_the_gil
 from tests.support.processes import ProcessWorld

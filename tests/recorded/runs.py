@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast._recording import BEGUN, EVENTS, Line
+from holdfast._core.process.recording import BEGUN, EVENTS, Line
 from holdfast._watch.evidence import Call, Operation, Rank, Source, Stack
 from holdfast._watch.read import ROLL_CALLS
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import _recording, events
-from holdfast._recorded.event_log import read_events
-from holdfast._recording import BEGUN, LOST, Line
-from holdfast._shared_folder import SharedFolder
+from holdfast import events
+from holdfast._core.base.shared_folder import SharedFolder
+from holdfast._core.process import recording as _recording
+from holdfast._core.process.recording import BEGUN, LOST, Line
+from holdfast._tools.recorded.event_log import read_events
 from tests.support.waiting import wait_until
 
 ALONE = holdfast.Job(no_dist=True)

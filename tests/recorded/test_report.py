@@ -26,12 +26,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from holdfast._cli import cli
-from holdfast._recorded import calls
-from holdfast._recorded.live import Looker, State
-from holdfast._recorded.report import Run, facts, page_of
-from holdfast._recorded.trace import write_trace
-from holdfast._recording import EVENTS, Line
+from holdfast._core.process.recording import EVENTS, Line
+from holdfast._tools.cli import cli
+from holdfast._tools.recorded import calls
+from holdfast._tools.recorded.live import Looker, State
+from holdfast._tools.recorded.report import Run, facts, page_of
+from holdfast._tools.recorded.trace import write_trace
 from holdfast.errors import BadInput
 from tests.recorded.late_job import LATE, recorded
 from tests.recorded.runs import GONE, HOSTILE, SLOW, STUCK, simulated

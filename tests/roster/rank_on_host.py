@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast._protocol.call import find_roster
-from holdfast._protocol.job import Job
-from holdfast._roster import links
-from holdfast._roster.beacon import beacon_of
+from holdfast._core.protocol.call import find_roster
+from holdfast._core.protocol.job import Job
+from holdfast._core.roster import links
+from holdfast._core.roster.beacon import beacon_of
 from holdfast.errors import HoldfastError
 
 links._PROBES.update(TCP_KEEPIDLE=1, TCP_KEEPINTVL=1, TCP_KEEPCNT=2)

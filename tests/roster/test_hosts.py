@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast._roster.links import HELD
-from holdfast._roster.process import children_of
+from holdfast._core.roster.links import HELD
+from holdfast._core.roster.process import children_of
 from tests.roster.stranger_on_host import ATTACKS, FLOOD
 from tests.support.hosts import Hosts, reason_not
 from tests.support.waiting import ended

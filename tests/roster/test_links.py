@@ -20,9 +20,9 @@ from typing import TypeVar
 
 import pytest
 
-from holdfast._heart import heart
-from holdfast._roster import links
-from holdfast._roster.links import BACKLOG, HELD, Link, Listener, knock
+from holdfast._core.process.heart import heart
+from holdfast._core.roster import links
+from holdfast._core.roster.links import BACKLOG, HELD, Link, Listener, knock
 from tests.support.threads import in_a_fork
 from tests.support.waiting import wait_until
 
@@ -30,8 +30,8 @@ T = TypeVar("T")
 TOKEN = "0123456789abcdef"
 LISTEN = f"""
 import os, sys, time
-from holdfast._heart import heart
-from holdfast._roster.links import Listener
+from holdfast._core.process.heart import heart
+from holdfast._core.roster.links import Listener
 from tests.support.gil import hold_the_gil
 class Listens:
     interval = 60.0

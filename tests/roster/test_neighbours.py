@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast._protocol.call import find_roster
-from holdfast._protocol.job import Job
-from holdfast._roster import neighbours
-from holdfast._roster.beacon import beacon_of
-from holdfast._roster.links import Path
-from holdfast._roster.memory import MemoryRoster
-from holdfast._roster.neighbours import LONGEST_TURN, MISSED, Neighbour, Watch
-from holdfast._roster.presence import Gone, Vitals, see
-from holdfast._roster.process import Identity, this_process
+from holdfast._core.protocol.call import find_roster
+from holdfast._core.protocol.job import Job
+from holdfast._core.roster import neighbours
+from holdfast._core.roster.beacon import beacon_of
+from holdfast._core.roster.links import Path
+from holdfast._core.roster.memory import MemoryRoster
+from holdfast._core.roster.neighbours import LONGEST_TURN, MISSED, Neighbour, Watch
+from holdfast._core.roster.presence import Gone, Vitals, see
+from holdfast._core.roster.process import Identity, this_process
 from tests.support.processes import ProcessWorld
 
 WORLD = 6

@@ -21,10 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast._roster import process
-from holdfast._roster.memory import MemoryRoster
-from holdfast._roster.presence import Vitals, at_key, see
-from holdfast._roster.process import (
+from holdfast._core.base.stacks import where_dumped
+from holdfast._core.roster import process
+from holdfast._core.roster.memory import MemoryRoster
+from holdfast._core.roster.presence import Vitals, at_key, see
+from holdfast._core.roster.process import (
     UNSEEN,
     Identity,
     StackDump,
@@ -35,14 +36,13 @@ from holdfast._roster.process import (
     stat,
     this_process,
 )
-from holdfast._stacks import where_dumped
 from tests.support.threads import in_a_fork
 from tests.support.waiting import wait_until
 
 REPOSITORY = str(Path(__file__).parents[2])
 SHOW_IDENTITY = """
 import sys, time, msgspec, faulthandler
-from holdfast._roster.process import stack_dump, this_process
+from holdfast._core.roster.process import stack_dump, this_process
 from tests.support.gil import hold_the_gil
 if "dump" in sys.argv:
     stack_dump.begin(0)
@@ -106,7 +106,7 @@ def test_how_a_process_has_ended_is_known_until_its_parent_has_asked(does: str, 
 IN_A_SMALL_CGROUP = """
 import os, sys, time
 import msgspec
-from holdfast._roster import process
+from holdfast._core.roster import process
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
 me = process.this_process(0)
 for needs in (1 << 20, 1 << 30):
@@ -127,7 +127,7 @@ for needs in (1 << 20, 1 << 30):
 
 NEEDS_MORE_MEMORY = """
 import mmap, os, sys, tempfile, time
-from holdfast._roster.process import memory_stall
+from holdfast._core.roster.process import memory_stall
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
 file = tempfile.TemporaryFile(dir=sys.argv[2])
 for _ in range(260):

@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast._protocol.call import begin_call
-from holdfast._protocol.job import Job
-from holdfast._protocol.operation import agree
-from holdfast._roster.beacon import beacon_of
-from holdfast._roster.tcp_client import TcpClient
-from holdfast._roster.torch_store import TorchRoster
+from holdfast._core.protocol.call import begin_call
+from holdfast._core.protocol.job import Job
+from holdfast._core.protocol.operation import agree
+from holdfast._core.roster.beacon import beacon_of
+from holdfast._core.roster.tcp_client import TcpClient
+from holdfast._core.roster.torch_store import TorchRoster
 from holdfast.errors import HoldfastError
 from tests.support.processes import ProcessWorld
 

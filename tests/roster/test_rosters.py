@@ -19,10 +19,10 @@ import psutil
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from holdfast._roster.base import Roster, decode
-from holdfast._roster.memory import Board, MemoryRoster
-from holdfast._roster.tcp_client import PATIENCE
-from holdfast._roster.torch_store import TorchRoster
+from holdfast._core.roster.base import Roster, decode
+from holdfast._core.roster.memory import Board, MemoryRoster
+from holdfast._core.roster.tcp_client import PATIENCE
+from holdfast._core.roster.torch_store import TorchRoster
 from holdfast.errors import RosterLost
 from holdfast.testing.roster_contract import RosterContract
 from tests.support.waiting import wait_until
@@ -235,10 +235,10 @@ def test_the_store_of_a_destroyed_process_group_ends() -> None:
     script = """
 import gc, os, sys
 import torch.distributed as dist
-from holdfast._torch_private import default_store
+from holdfast._core.torch_private import default_store
 from weakref import ref
-from holdfast._protocol.call import find_roster
-from holdfast._protocol.job import Job
+from holdfast._core.protocol.call import find_roster
+from holdfast._core.protocol.job import Job
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
 for life in range(2):
     dist.init_process_group("gloo")

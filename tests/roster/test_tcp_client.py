@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from holdfast._roster import tcp_client
-from holdfast._roster.process import sockets
-from holdfast._roster.tcp_client import TcpClient, agrees_with
-from holdfast._roster.torch_store import TorchRoster
+from holdfast._core.roster import tcp_client
+from holdfast._core.roster.process import sockets
+from holdfast._core.roster.tcp_client import TcpClient, agrees_with
+from holdfast._core.roster.torch_store import TorchRoster
 from holdfast.errors import RosterLost
 from tests.support.waiting import SLACK, wait_until
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._format.names import INDEX, LEFT
-from holdfast._maintenance.inspect import describe_run, fate
-from holdfast._maintenance.prune import prune
-from holdfast._store.local import open_store
+from holdfast._core.format.names import INDEX, LEFT
+from holdfast._core.store.local import open_store
+from holdfast._tools.checkpoints.inspect import describe_run, fate
+from holdfast._tools.checkpoints.prune import prune
 from holdfast.errors import HoldfastError
 from tests.run import jobs
 from tests.support.processes import ProcessWorld

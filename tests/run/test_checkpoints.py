@@ -16,9 +16,9 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
-from holdfast._maintenance.inspect import describe_run
-from holdfast._store.local import open_store
-from holdfast._store.pins import Pin
+from holdfast._core.store.local import open_store
+from holdfast._core.store.pins import Pin
+from holdfast._tools.checkpoints.inspect import describe_run
 from holdfast.errors import BadInput, Conflict, HoldfastError
 from tests.run import jobs
 from tests.support.processes import ProcessWorld
@@ -137,7 +137,7 @@ def test_the_best_of_the_run_before_is_known(tmp_path: Path) -> None:
 
 def test_one_step_in_every_so_much_time_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1e9]
-    monkeypatch.setattr("holdfast._saving.commit.time.time", lambda: now[0])
+    monkeypatch.setattr("holdfast._core.saving.commit.time.time", lambda: now[0])
     with alone(tmp_path, keep=1, keep_every=timedelta(minutes=10)) as run:
         for step in range(8):
             run.save(step, {"w": torch.full((3,), float(step))})
@@ -172,7 +172,7 @@ def test_the_best_steps_stay(tmp_path: Path) -> None:
 
 
 def test_metrics_and_rules_survive_a_reindex(tmp_path: Path) -> None:
-    from holdfast._maintenance.reindex import reindex
+    from holdfast._tools.checkpoints.reindex import reindex
 
     with alone(tmp_path, keep=2, keep_every=5) as run:
         run.save(1, {"w": torch.zeros(3)}, metrics={"loss": 2.0, "bad": float("inf")}, notes={"why": "x"})

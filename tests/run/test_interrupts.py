@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._roster.memory import MemoryRoster
+from holdfast._core.roster.memory import MemoryRoster
 from holdfast.errors import HoldfastError
 from tests.support.threads import on_ranks
 

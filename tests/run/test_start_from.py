@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
 
 import holdfast
-from holdfast._format.names import INDEX
+from holdfast._core.format.names import INDEX
 from holdfast.errors import BadInput, CorruptCheckpoint, NotCommitted
 from tests.run import jobs
 from tests.support.processes import ProcessWorld

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._roster.memory import MemoryRoster
+from holdfast._core.roster.memory import MemoryRoster
 from holdfast.errors import HoldfastError, ReplicaMismatch, StorageError
 from tests.protocol.test_protocol import ranks
 from tests.store.faults import FOREVER, Faults

@@ -19,17 +19,17 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._deadline import Deadline
-from holdfast._format.index import Index
-from holdfast._protocol.call import begin_call
-from holdfast._roster.memory import MemoryRoster
-from holdfast._saving import commit
-from holdfast._saving.commit import Commit
-from holdfast._saving.job import SaveJob
-from holdfast._saving.request import SaveRequest
-from holdfast._state.flatten import flatten
-from holdfast._store import filesystem
-from holdfast._store.local import LocalStore
+from holdfast._core.base.deadline import Deadline
+from holdfast._core.format.index import Index
+from holdfast._core.protocol.call import begin_call
+from holdfast._core.roster.memory import MemoryRoster
+from holdfast._core.saving import commit
+from holdfast._core.saving.commit import Commit
+from holdfast._core.saving.job import SaveJob
+from holdfast._core.saving.request import SaveRequest
+from holdfast._core.state.flatten import flatten
+from holdfast._core.store import filesystem
+from holdfast._core.store.local import LocalStore
 from holdfast.errors import (
     CommitUnconfirmed,
     Conflict,

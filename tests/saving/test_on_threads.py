@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from holdfast._io.on_threads import on_threads
+from holdfast._core.io.on_threads import on_threads
 
 AT_EXIT = """
 import atexit, sys, torch, holdfast
-from holdfast._maintenance.verify import verify
+from holdfast._tools.checkpoints.verify import verify
 
 def save_and_load(threads):
     folder = f"{sys.argv[1]}-{threads}"

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._io import spot_check, unchanged
-from holdfast._io.index_file import open_index
-from holdfast._maintenance.prune import prune
-from holdfast._maintenance.reindex import reindex
-from holdfast._maintenance.verify import verify
-from holdfast._store.local import LocalStore
+from holdfast._core.io import spot_check, unchanged
+from holdfast._core.io.index_file import open_index
+from holdfast._core.store.local import LocalStore
+from holdfast._tools.checkpoints.prune import prune
+from holdfast._tools.checkpoints.reindex import reindex
+from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import CorruptCheckpoint, HoldfastError, ReplicaMismatch, StorageError, Vanished
 from tests.saving import unchanged_jobs as jobs
 from tests.support.crash import cut_power, die_before, mount_ext4, unmount

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast._state.subclasses import inner_tensors, is_wrapper
+from holdfast._core.state.subclasses import inner_tensors, is_wrapper
 
 Optimizer = torch.optim.Optimizer
 

@@ -23,11 +23,11 @@ from torch.distributed.tensor._utils import (
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast._layout.deferred_offset import told
-from holdfast._plan.shard_table import ShardTable
-from holdfast._state.dtensor import local_runs, spans
-from holdfast._state.flatten import build_shard_table, flatten
-from holdfast._state.subclasses import is_dtensor
+from holdfast._core.layout.deferred_offset import told
+from holdfast._core.plan.shard_table import ShardTable
+from holdfast._core.state.dtensor import local_runs, spans
+from holdfast._core.state.flatten import build_shard_table, flatten
+from holdfast._core.state.subclasses import is_dtensor
 from holdfast.errors import BadInput
 from tests.support.boxes import tiles
 

@@ -12,10 +12,10 @@ import torch
 
 import holdfast
 from holdfast import PerRank, Shard
-from holdfast._layout.box import Box
-from holdfast._layout.patterns import matches
-from holdfast._layout.tensor import OBJECT
-from holdfast._state.flatten import build_shard_table, flatten, select
+from holdfast._core.layout.box import Box
+from holdfast._core.layout.patterns import matches
+from holdfast._core.layout.tensor import OBJECT
+from holdfast._core.state.flatten import build_shard_table, flatten, select
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast._maintenance.inspect import describe
+from holdfast._tools.checkpoints.inspect import describe
 from tests.docs.pages import text
 from tests.state.optimizers import equal_states, equal_weights, model_of, train
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 import holdfast
-from holdfast._state.meta import materialize
+from holdfast._core.state.meta import materialize
 from holdfast.errors import BadInput, CorruptCheckpoint, MissingTensors
 from tests.state.sharded_jobs import with_boxes
 from tests.state.test_subclasses import TwoTensor

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import holdfast
-from holdfast._roster.memory import Board, MemoryRoster
+from holdfast._core.roster.memory import Board, MemoryRoster
 from holdfast.errors import BadInput, HoldfastError, MissingTensors, SaveFailed
 from tests.state.optimizers import model_of, train
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import holdfast
-from holdfast._maintenance.inspect import describe
+from holdfast._tools.checkpoints.inspect import describe
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 from tests.state.optimizers import equal_states, equal_weights, model_of
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import holdfast
 import holdfast.dcp as holdfast_dcp
-from holdfast._cli import cli
-from holdfast._maintenance.inspect import describe
+from holdfast._tools.checkpoints.inspect import describe
+from holdfast._tools.cli import cli
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 from tests.state.optimizers import equal_states, equal_weights, model_of, train
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast._state.flatten import flatten
+from holdfast._core.state.flatten import flatten
 from tests.support.processes import ProcessWorld
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._layout.box import Box
-from holdfast._maintenance.inspect import describe
-from holdfast._state.flatten import build_shard_table, flatten
+from holdfast._core.layout.box import Box
+from holdfast._core.state.flatten import build_shard_table, flatten
+from holdfast._tools.checkpoints.inspect import describe
 from holdfast.errors import BadInput
 from tests.state import sharded_jobs as jobs
 from tests.support.processes import ProcessWorld

@@ -15,15 +15,15 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import holdfast
-from holdfast._io.file_reader import ReadPlan
-from holdfast._layout.box import Box
-from holdfast._loading.filling import check_filled
-from holdfast._maintenance.inspect import describe
-from holdfast._plan.read import Overlaps
-from holdfast._state.flatten import build_shard_table, flatten
-from holdfast._state.memory import TensorMemory
-from holdfast._state.optimizer_state import GivenState, check_whole
-from holdfast._state.subclasses import has_memory, is_wrapper, same_memory
+from holdfast._core.io.file_reader import ReadPlan
+from holdfast._core.layout.box import Box
+from holdfast._core.loading.filling import check_filled
+from holdfast._core.plan.read import Overlaps
+from holdfast._core.state.flatten import build_shard_table, flatten
+from holdfast._core.state.memory import TensorMemory
+from holdfast._core.state.optimizer_state import GivenState, check_whole
+from holdfast._core.state.subclasses import has_memory, is_wrapper, same_memory
+from holdfast._tools.checkpoints.inspect import describe
 from holdfast.errors import BadInput, CorruptCheckpoint, LoadFailed, MissingTensors
 
 torch.serialization.add_safe_globals([TwoTensor])

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import Options, Shard
-from holdfast._layout.box import Box, whole
-from holdfast._layout.tensor import DTYPES
-from holdfast._state.flatten import build_shard_table, flatten
-from holdfast._state.memory import BytesMemory, TensorMemory
+from holdfast._core.layout.box import Box, whole
+from holdfast._core.layout.tensor import DTYPES
+from holdfast._core.state.flatten import build_shard_table, flatten
+from holdfast._core.state.memory import BytesMemory, TensorMemory
 from holdfast.errors import BadInput
 from tests.support.boxes import split
 

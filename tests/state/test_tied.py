@@ -12,17 +12,17 @@ import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
 import holdfast.dcp as dcp
-from holdfast._format.index import Index
-from holdfast._format.index_layout import encode
-from holdfast._format.names import FORMAT, NARROW, SHARED
-from holdfast._io.index_file import open_index
-from holdfast._maintenance.inspect import Checkpoint, describe
-from holdfast._maintenance.reindex import reindex
-from holdfast._maintenance.same import same
-from holdfast._maintenance.verify import verify
-from holdfast._state.flatten import build_shard_table, flatten
-from holdfast._state.tied import find_ties
-from holdfast._store.local import LocalStore
+from holdfast._core.format.index import Index
+from holdfast._core.format.index_layout import encode
+from holdfast._core.format.names import FORMAT, NARROW, SHARED
+from holdfast._core.io.index_file import open_index
+from holdfast._core.state.flatten import build_shard_table, flatten
+from holdfast._core.state.tied import find_ties
+from holdfast._core.store.local import LocalStore
+from holdfast._models.equality.same import same
+from holdfast._tools.checkpoints.inspect import Checkpoint, describe
+from holdfast._tools.checkpoints.reindex import reindex
+from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import CorruptCheckpoint, LoadFailed
 from tests.support.cpu_time import cpu_seconds
 from tests.support.threads import on_ranks
@@ -173,7 +173,7 @@ def test_a_reader_of_earlier_formats_refuses_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(Model(tied=True), tmp_path / "it")
-    monkeypatch.setattr("holdfast._format.index.SHARED", "holdfast-1.3")
+    monkeypatch.setattr("holdfast._core.format.index.SHARED", "holdfast-1.3")
     with pytest.raises(CorruptCheckpoint, match=rf"has format '{SHARED}'; this Holdfast reads '{FORMAT}'"):
         holdfast.open(tmp_path / "it")
 

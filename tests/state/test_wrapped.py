@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast._maintenance.inspect import describe
+from holdfast._tools.checkpoints.inspect import describe
 from tests.state import wrapped_jobs as jobs
 from tests.support.processes import ProcessWorld
 

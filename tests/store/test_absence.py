@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
 from holdfast import huggingface
-from holdfast._maintenance.inspect import describe
-from holdfast._maintenance.prune import prune
-from holdfast._maintenance.verify import verify
+from holdfast._tools.checkpoints.inspect import describe
+from holdfast._tools.checkpoints.prune import prune
+from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import BadInput, HoldfastError, NotCommitted, StorageError
 
 STATE = {"w": torch.zeros(3)}

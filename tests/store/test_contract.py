@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast._store.base import Store
-from holdfast._store.local import LocalStore
+from holdfast._core.store.base import Store
+from holdfast._core.store.local import LocalStore
 from holdfast.errors import Conflict
 from holdfast.testing import MemoryStore, StoreContract
 

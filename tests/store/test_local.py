@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from holdfast._store.base import VERSION_BYTES, NotFound, Store, storage_errors
-from holdfast._store.filesystem import lock
-from holdfast._store.local import WRITEBACK, LocalStore, open_store
+from holdfast._core.store.base import VERSION_BYTES, NotFound, Store, storage_errors
+from holdfast._core.store.filesystem import lock
+from holdfast._core.store.local import WRITEBACK, LocalStore, open_store
 from holdfast.errors import Conflict, StorageError
 from holdfast.testing.store_contract import content, put
 

@@ -16,15 +16,15 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._integrations.torch_dist import export_torch_dist
-from holdfast._io.old_steps import remove_step
-from holdfast._loading import job
-from holdfast._maintenance.prune import prune
-from holdfast._maintenance.verify import Verified, VerifiedRun, verify
-from holdfast._run import choice
-from holdfast._store import run_folder
-from holdfast._store.local import LocalStore
-from holdfast._store.pins import Pin, unpinned
+from holdfast._core.io.old_steps import remove_step
+from holdfast._core.loading import job
+from holdfast._core.run import choice
+from holdfast._core.store import run_folder
+from holdfast._core.store.local import LocalStore
+from holdfast._core.store.pins import Pin, unpinned
+from holdfast._frameworks.torch_dist import export_torch_dist
+from holdfast._tools.checkpoints.prune import prune
+from holdfast._tools.checkpoints.verify import Verified, VerifiedRun, verify
 from holdfast.errors import HoldfastError
 from holdfast.testing import MemoryStore
 
@@ -117,8 +117,8 @@ def test_a_step_that_is_being_read_stays_until_then(
 def test_a_pin_ends_with_its_process(run: Run) -> None:
     program = (
         "import sys, time\n"
-        "from holdfast._store.local import open_store\n"
-        "from holdfast._store.pins import Pin\n"
+        "from holdfast._core.store.local import open_store\n"
+        "from holdfast._core.store.pins import Pin\n"
         "pin = Pin(open_store(sys.argv[1]))\n"
         "print('reading', flush=True)\n"
         "time.sleep(600)\n"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast._store import filesystem
-from holdfast._store.base import VERSION_BYTES, Unsettled
-from holdfast._store.local import LocalStore
-from holdfast._store.publishing import publish
+from holdfast._core.store import filesystem
+from holdfast._core.store.base import VERSION_BYTES, Unsettled
+from holdfast._core.store.local import LocalStore
+from holdfast._core.store.publishing import publish
 from holdfast.errors import Conflict, StorageError, from_message
 from holdfast.testing.store_contract import content, put
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._store.retention import Retention, StepFacts, facts_of, retention_of
+from holdfast._core.store.retention import Retention, StepFacts, facts_of, retention_of
 from holdfast.errors import BadInput
 
 RULES = st.builds(

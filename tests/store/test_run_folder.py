@@ -17,13 +17,13 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
-from holdfast._io.old_steps import remove_step
-from holdfast._maintenance.inspect import Run, describe
-from holdfast._maintenance.prune import prune
-from holdfast._maintenance.verify import VerifiedRun, verify
-from holdfast._roster.memory import MemoryRoster
-from holdfast._store.local import LocalStore
-from holdfast._store.run_folder import refuse_other_checkpoints
+from holdfast._core.io.old_steps import remove_step
+from holdfast._core.roster.memory import MemoryRoster
+from holdfast._core.store.local import LocalStore
+from holdfast._core.store.run_folder import refuse_other_checkpoints
+from holdfast._tools.checkpoints.inspect import Run, describe
+from holdfast._tools.checkpoints.prune import prune
+from holdfast._tools.checkpoints.verify import VerifiedRun, verify
 from holdfast.errors import BadInput, StorageError
 from tests.protocol.test_protocol import ranks
 from tests.support.threads import on_ranks

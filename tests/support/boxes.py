@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._layout.box import Box
-from holdfast._layout.coverage import first_problem
+from holdfast._core.layout.box import Box
+from holdfast._core.layout.coverage import first_problem
 
 
 def split(box: Box, axis: int, parts: int) -> Iterator[Box]:

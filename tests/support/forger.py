@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast._options import read_environment
-from holdfast._roster.seal import Seal
-from holdfast._roster.tcp_client import TcpClient
-from holdfast._values import Message
+from holdfast._core.base.options import read_environment
+from holdfast._core.base.values import Message
+from holdfast._core.roster.seal import Seal
+from holdfast._core.roster.tcp_client import TcpClient
 
 OF_TORCH = ("0//", "default_pg/0//", "")
 """Prefixes that versions of torch put before the keys of the default process group."""

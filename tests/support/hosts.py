@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from types import TracebackType
 
-from holdfast._roster.process import children_of
+from holdfast._core.roster.process import children_of
 from tests.support.waiting import wait_until
 
 

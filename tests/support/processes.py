@@ -30,7 +30,7 @@ from typing import Any
 
 BASE = (
     *("torch", "torch.distributed", "torch.distributed.tensor"),
-    *("holdfast._run.checkpoints", "holdfast._integrations.install"),
+    *("holdfast._core.run.checkpoints", "holdfast._frameworks.install"),
 )
 PRELOAD = [*BASE]
 _servers: dict[str, forkserver.ForkServer] = {}

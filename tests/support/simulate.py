@@ -35,9 +35,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast._deadline import Deadline, Limits
-from holdfast._protocol.core import save_steps, task_steps
-from holdfast._protocol.effects import (
+from holdfast._core.base.deadline import Deadline, Limits
+from holdfast._core.base.values import Message
+from holdfast._core.protocol.core import save_steps, task_steps
+from holdfast._core.protocol.effects import (
     Claim,
     Context,
     Count,
@@ -51,14 +52,13 @@ from holdfast._protocol.effects import (
     Put,
     Steps,
 )
-from holdfast._protocol.messages import Final, abandoned_by, to_message
-from holdfast._protocol.phases import TASK_TRANSITIONS, TRANSITIONS
-from holdfast._protocol.rendezvous import CallSignature, History, leave, meet
-from holdfast._protocol.runner import GRACE, LAST_CALL, SUCCESS, UNSURE
-from holdfast._roster.neighbours import Watch
-from holdfast._roster.presence import Gone, Seen, Vitals, at_key, gone_key, judge
-from holdfast._roster.process import Identity
-from holdfast._values import Message
+from holdfast._core.protocol.messages import Final, abandoned_by, to_message
+from holdfast._core.protocol.phases import TASK_TRANSITIONS, TRANSITIONS
+from holdfast._core.protocol.rendezvous import CallSignature, History, leave, meet
+from holdfast._core.protocol.runner import GRACE, LAST_CALL, SUCCESS, UNSURE
+from holdfast._core.roster.neighbours import Watch
+from holdfast._core.roster.presence import Gone, Seen, Vitals, at_key, gone_key, judge
+from holdfast._core.roster.process import Identity
 from holdfast.errors import (
     CommitUnconfirmed,
     DeadlineExceeded,

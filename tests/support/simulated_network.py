@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from holdfast._roster import neighbours
-from holdfast._roster.links import Path
-from holdfast._values import Message
+from holdfast._core.base.values import Message
+from holdfast._core.roster import neighbours
+from holdfast._core.roster.links import Path
 from holdfast.errors import RosterLost
 
 if TYPE_CHECKING:

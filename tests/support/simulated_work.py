@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast._protocol.messages import Assigned, Final, RowList, Written
-from holdfast._values import Message
+from holdfast._core.base.values import Message
+from holdfast._core.protocol.messages import Assigned, Final, RowList, Written
 from holdfast.errors import CommitUnconfirmed, Conflict, CoverageError, StorageError
 
 if TYPE_CHECKING:

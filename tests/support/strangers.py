@@ -13,11 +13,11 @@ import pytest
 from torch.distributed import TCPStore
 
 import holdfast
-from holdfast._options import read_environment
-from holdfast._roster.seal import Seal
-from holdfast._roster.tcp_client import TcpClient
-from holdfast._roster.torch_store import TorchRoster
-from holdfast._values import Message
+from holdfast._core.base.options import read_environment
+from holdfast._core.base.values import Message
+from holdfast._core.roster.seal import Seal
+from holdfast._core.roster.tcp_client import TcpClient
+from holdfast._core.roster.torch_store import TorchRoster
 from holdfast.errors import HoldfastError
 
 Attack = Callable[[str], object]

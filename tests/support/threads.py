@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from holdfast._roster.memory import Board, MemoryRoster
-from holdfast._threads import start_thread
+from holdfast._core.base.threads import start_thread
+from holdfast._core.roster.memory import Board, MemoryRoster
 from holdfast.errors import HoldfastError
 
 TOO_LARGE = 1 << 47

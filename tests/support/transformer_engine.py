@@ -117,7 +117,7 @@ def use_layers() -> None:
         return
     # The forkserver has imported megatron-core, which has found no Transformer Engine.
     for name in list(sys.modules):
-        if name.startswith(("megatron.", "holdfast.megatron", "holdfast._integrations")):
+        if name.startswith(("megatron.", "holdfast.megatron", "holdfast._frameworks")):
             del sys.modules[name]
     stand_in_for("transformer-engine")
     for name in ("common.recipe", "pytorch.distributed", "pytorch.ops"):  # found as attributes

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 STOCK, KEPT = "torch itself fails", "it can't be taken away"
-ROOM = "holdfast._torch_private"
+ROOM = "holdfast._core.torch_private"
 AT_ONCE = 2
 
 
@@ -211,7 +211,7 @@ def pickled(name: str) -> object:
 
 def objects(name: str) -> None:
     """Load an object whose pickle names a function of torch."""
-    from holdfast._format import torch_objects
+    from holdfast._core.format import torch_objects
 
     value, buffer = pickled(name), io.BytesIO()
     torch.save(value, buffer)

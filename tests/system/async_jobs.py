@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import events
-from holdfast._background.queue import queue_of_this_thread
-from holdfast._background.writer_client import START
-from holdfast._format.digest import digest, hex_digest
+from holdfast._core.background.queue import queue_of_this_thread
+from holdfast._core.background.writer_client import START
+from holdfast._core.format.digest import digest, hex_digest
 from holdfast.errors import HoldfastError
 from tests.support.collectives import counted
 from tests.support.waiting import wait_until

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from holdfast._protocol.job import Job
+from holdfast._core.protocol.job import Job
 from holdfast.errors import HoldfastError
 from tests.support.processes import ProcessWorld, Result
 from tests.support.waiting import AT_ONCE, SLACK

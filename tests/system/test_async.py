@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._background import writer_client as helper
-from holdfast._background.arena import Arena, ArenaMemory
-from holdfast._background.queue import queue_of_this_thread
-from holdfast._layout.box import Box
+from holdfast._core.background import writer_client as helper
+from holdfast._core.background.arena import Arena, ArenaMemory
+from holdfast._core.background.queue import queue_of_this_thread
+from holdfast._core.layout.box import Box
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError
 from tests.groups.session.launch import Forks
 from tests.support.processes import ProcessWorld

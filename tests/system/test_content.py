@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._protocol.job import Job
+from holdfast._core.protocol.job import Job
 from holdfast.errors import (
     Conflict,
     CoverageError,

@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 
 import holdfast
 from holdfast import huggingface
-from holdfast._integrations.torch_dist import export_torch_dist, import_torch_dist
-from holdfast._maintenance.verify import Verified, verify
-from holdfast._saving import cleanup, commit
-from holdfast._store import filesystem
+from holdfast._core.saving import cleanup, commit
+from holdfast._core.store import filesystem
+from holdfast._frameworks.torch_dist import export_torch_dist, import_torch_dist
+from holdfast._tools.checkpoints.verify import Verified, verify
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
 from tests.cli.test_fetch import CONFIG, tensors_of
-from tests.integrations.huggingface import jobs
-from tests.integrations.huggingface.models import TINY, publish
+from tests.frameworks.huggingface import jobs
+from tests.frameworks.huggingface.models import TINY, publish
 from tests.store.faults import FOREVER, Faults
 from tests.support.crash import cut_power, die_before, mount_ext4, unmount
 from tests.support.processes import ProcessWorld, forked_after

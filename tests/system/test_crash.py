@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._protocol.job import Job
+from holdfast._core.protocol.job import Job
 from tests.support.crash import cut_power, die_before, mount_ext4, unmount
 from tests.support.processes import PRELOAD, ProcessWorld
 from tests.system.checks import errors_of

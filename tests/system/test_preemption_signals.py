@@ -9,12 +9,12 @@ import sys
 import pytest
 
 import holdfast
-from holdfast._roster.memory import MemoryRoster
+from holdfast._core.roster.memory import MemoryRoster
 
 PROGRAM = """
 import os, signal, sys, threading, time
 import holdfast
-from holdfast._roster.memory import MemoryRoster
+from holdfast._core.roster.memory import MemoryRoster
 
 signal.signal(signal.SIGTERM, lambda number, frame: None)  # what is put back, so that none ends the process
 stop = threading.Event()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast._protocol.call import find_roster
-from holdfast._protocol.job import Job
-from holdfast._roster.presence import see
+from holdfast._core.protocol.call import find_roster
+from holdfast._core.protocol.job import Job
+from holdfast._core.roster.presence import see
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, RankFailed, RosterLost
 from tests.support.processes import ProcessWorld
 from tests.support.waiting import SLACK, ended, wait_until

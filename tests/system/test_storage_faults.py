@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._maintenance.verify import Verified, verify
-from holdfast._protocol import core as protocol
-from holdfast._roster.memory import Board, MemoryRoster
-from holdfast._saving import cleanup, commit
-from holdfast._store import filesystem
+from holdfast._core.protocol import core as protocol
+from holdfast._core.roster.memory import Board, MemoryRoster
+from holdfast._core.saving import cleanup, commit
+from holdfast._core.store import filesystem
+from holdfast._tools.checkpoints.verify import Verified, verify
 from holdfast.errors import CommitUnconfirmed, HoldfastError, NotCommitted
 from tests.store.faults import CALLS, CHANGES, FOREVER, READS, Faults
 

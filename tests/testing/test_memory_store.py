@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._background.queue import queue_of_this_thread
-from holdfast._maintenance.inspect import describe
-from holdfast._maintenance.prune import prune
-from holdfast._maintenance.reindex import reindex
-from holdfast._maintenance.verify import verify
-from holdfast._roster.memory import MemoryRoster
+from holdfast._core.background.queue import queue_of_this_thread
+from holdfast._core.roster.memory import MemoryRoster
+from holdfast._tools.checkpoints.inspect import describe
+from holdfast._tools.checkpoints.prune import prune
+from holdfast._tools.checkpoints.reindex import reindex
+from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import BadInput
 from holdfast.testing import MemoryStore
 from tests.support.threads import on_ranks

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._layout.box import Box, whole
-from holdfast._views.family import Family, View, families, view_of
-from holdfast._views.mapping import WAYS, Segment, Sizes
+from holdfast._core.layout.box import Box, whole
+from holdfast._models.views.family import Family, View, families, view_of
+from holdfast._models.views.mapping import WAYS, Segment, Sizes
 from holdfast.errors import BadInput, ShapeMismatch
 from tests.support.boxes import tiles
 

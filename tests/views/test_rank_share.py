@@ -7,12 +7,19 @@ import torch
 
 import holdfast
 from holdfast import huggingface
-from holdfast._layout.box import Box, union, whole
-from holdfast._layout.grid import Grid
-from holdfast._layout.tensor import CODE_OF, DTYPES, TensorSpec
-from holdfast._views.family import View, families, view_of
-from holdfast._views.needs import Needs, of_published, of_stored, sizes_published, sizes_stored, together
-from holdfast._views.rank_share import how_cut, share_of, stages_of
+from holdfast._core.layout.box import Box, union, whole
+from holdfast._core.layout.grid import Grid
+from holdfast._core.layout.tensor import CODE_OF, DTYPES, TensorSpec
+from holdfast._models.views.family import View, families, view_of
+from holdfast._models.views.needs import (
+    Needs,
+    of_published,
+    of_stored,
+    sizes_published,
+    sizes_stored,
+    together,
+)
+from holdfast._models.views.rank_share import how_cut, share_of, stages_of
 
 FAMILIES = sorted(families())
 CONFIG = {

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from click.testing import CliRunner
 
-from holdfast._cli.doctor import command as doctor
+from holdfast._tools.cli.doctor import command as doctor
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.read import read_all
 from holdfast._watch.shared_call import ROLL_CALLS, wait_for_answers
@@ -206,7 +206,7 @@ def serve(rank: int, store_at: tuple[str, int], fault: Fault, folder: str, names
 def _session() -> Any:
     """Ranks that watch each other; the kernel's probes are quicker here than in use."""
     import holdfast
-    from holdfast._roster import links
+    from holdfast._core.roster import links
 
     links._PROBES.update(TCP_KEEPIDLE=1, TCP_KEEPINTVL=1, TCP_KEEPCNT=2)
     return holdfast.session(warm=False)
@@ -232,9 +232,9 @@ def inside(namespace: str) -> Iterator[None]:
 
 def _wait_for_all(size: int) -> None:
     """A rank that never showed itself can't be looked at by others."""
-    from holdfast._protocol.call import find_roster
-    from holdfast._protocol.job import Job
-    from holdfast._roster.presence import at_key
+    from holdfast._core.protocol.call import find_roster
+    from holdfast._core.protocol.job import Job
+    from holdfast._core.roster.presence import at_key
 
     roster = find_roster(Job()).base()
     wait_until(lambda: None not in roster.get([at_key(rank) for rank in range(size)]))
@@ -250,7 +250,7 @@ def _record(root: Path, rank: int) -> None:
 def _dump(root: Path, rank: int) -> None:
     from torch._C import _distributed_c10d as c10d
 
-    from holdfast._torch_private import known_groups
+    from holdfast._core.torch_private import known_groups
 
     record = pickle.loads(c10d._dump_fr_trace())  # type: ignore[attr-defined]
     # gloo's has no list of groups, and torchfrtrace fails without; NCCL's has it in this form.

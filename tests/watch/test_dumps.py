@@ -246,7 +246,7 @@ def test_random_bytes_are_read_or_refused(tmp_path: Path) -> None:
 def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
-    from holdfast._cli import cli
+    from holdfast._tools.cli import cli
 
     (tmp_path / "job.log").write_bytes(b"[rank1]: ValueError: \x1b]0;title\x07\x1b[2J bad\n")
     result = CliRunner().invoke(cli, ["diagnose", str(tmp_path / "job.log")])

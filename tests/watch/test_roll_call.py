@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast._roster.beacon import Beacon
-from holdfast._roster.memory import MemoryRoster
-from holdfast._roster.presence import Vitals, at_key
-from holdfast._roster.process import Identity
-from holdfast._roster.torch_store import TorchRoster
-from holdfast._torch_private import flight_records, forget_groups
+from holdfast._core.roster.beacon import Beacon
+from holdfast._core.roster.memory import MemoryRoster
+from holdfast._core.roster.presence import Vitals, at_key
+from holdfast._core.roster.process import Identity
+from holdfast._core.roster.torch_store import TorchRoster
+from holdfast._core.torch_private import flight_records, forget_groups
 from holdfast._watch import roll_call
 from holdfast._watch.answering import Answering, Asked, summary
 from holdfast._watch.collector import Collector
@@ -301,7 +301,7 @@ def test_a_rank_shows_itself_soon_after_install() -> None:
 
 HOLDS_ITS_GIL = """
 import re, msgspec
-from holdfast._roster.process import this_process
+from holdfast._core.roster.process import this_process
 print(msgspec.json.encode(this_process(1)).decode(), flush=True)
 re.match("(a+)+$", "a" * 99 + "b")
 """

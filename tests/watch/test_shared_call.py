@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from holdfast._cli import doctor
-from holdfast._shared_folder import SharedFolder
+from holdfast._core.base.shared_folder import SharedFolder
+from holdfast._tools.cli import doctor
 from holdfast._watch import shared_call
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.evidence import Operation, Rank, Source

@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 
 from holdfast import events
-from holdfast._options import ranks_of_this_host, roll_call_folder
-from holdfast._roster.base import Roster
-from holdfast._roster.beacon import Beacon
-from holdfast._roster.presence import Seen, pace, see, spread
-from holdfast._roster.process import ENDED, Identity
-from holdfast._threads import start_thread
-from holdfast._values import Message
+from holdfast._core.base.options import ranks_of_this_host, roll_call_folder
+from holdfast._core.base.threads import start_thread
+from holdfast._core.base.values import Message
+from holdfast._core.roster.base import Roster
+from holdfast._core.roster.beacon import Beacon
+from holdfast._core.roster.presence import Seen, pace, see, spread
+from holdfast._core.roster.process import ENDED, Identity
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose, waited_for_memory
 from holdfast._watch.dumps import read_roll_call, read_stacks

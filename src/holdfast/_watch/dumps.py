@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast._format.pickle_reader import BadPickle, Global, PickleReader, first
-from holdfast._ready import ready
+from holdfast._core.format.pickle_reader import BadPickle, Global, PickleReader, first
+from holdfast._core.ready import ready
 from holdfast._watch.collector import Collector
 from holdfast._watch.evidence import Call, Operation, Progress, Rank, Source, Stack
 from holdfast._watch.looks_like import parts_of_call

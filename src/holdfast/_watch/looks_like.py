@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast._ready import ready
+from holdfast._core.ready import ready
 from holdfast._watch.evidence import Call, Evidence, Operation
 from holdfast._watch.names import family
 from holdfast._watch.verdict import Likeness, Observation

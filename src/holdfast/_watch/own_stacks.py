@@ -14,10 +14,10 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast import events
-from holdfast._exits import uncaught
-from holdfast._roster.beacon import Presence
-from holdfast._roster.process import activity, memory_stall
-from holdfast._torch_private import flight_records, known_groups
+from holdfast._core.process.exits import uncaught
+from holdfast._core.roster.beacon import Presence
+from holdfast._core.roster.process import activity, memory_stall
+from holdfast._core.torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import MOST_CALLS, operations_of, progress_of
 from holdfast._watch.evidence import AT_EXIT, OPERATION, ROLL_CALL, Call, Ending, Operation, Rank, Stack

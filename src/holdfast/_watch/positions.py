@@ -104,7 +104,7 @@ def position_among(stacks: tuple[Stack, ...]) -> Position:
     that is blocked."""
     positions = [position_of(stack) for stack in stacks]
     ours = [stack for stack in stacks if stack.thread == OPERATION]
-    if ours and any(call.file.endswith("_protocol/runner.py") for call in stacks[0].calls[:6]):
+    if ours and any(call.file.endswith("protocol/runner.py") for call in stacks[0].calls[:6]):
         # A call of Holdfast's. `_do` calls what its thread does for this rank, and its waits for others.
         calls = ours[0].calls
         done = [inner for inner, outer in pairwise(calls) if outer.function == "_do"]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from holdfast._recording import EVENTS
+from holdfast._core.process.recording import EVENTS
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import PICKLE, is_stacks, number_of_name, ranks_of_names, read_dump, read_stacks
 from holdfast._watch.evidence import Evidence, Source

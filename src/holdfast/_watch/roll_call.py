@@ -22,13 +22,13 @@ from weakref import ref
 import msgspec
 
 from holdfast import events
-from holdfast._heart import heart
-from holdfast._options import roll_call_folder
-from holdfast._roster.base import Roster
-from holdfast._roster.beacon import Beacon, beacon_of
-from holdfast._roster.presence import pace, read, see
-from holdfast._threads import start_thread
-from holdfast._torch_private import flight_records, shortest_timeout
+from holdfast._core.base.options import roll_call_folder
+from holdfast._core.base.threads import start_thread
+from holdfast._core.process.heart import heart
+from holdfast._core.roster.base import Roster
+from holdfast._core.roster.beacon import Beacon, beacon_of
+from holdfast._core.roster.presence import pace, read, see
+from holdfast._core.torch_private import flight_records, shortest_timeout
 from holdfast._watch.answering import Answering, Asked
 from holdfast._watch.shared_call import waiting_call
 from holdfast.errors import RosterLost

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from holdfast._ready import ready
-from holdfast._shared_folder import SharedFolder
-from holdfast._values import NO_JSON
+from holdfast._core.base.shared_folder import SharedFolder
+from holdfast._core.base.values import NO_JSON
+from holdfast._core.ready import ready
 from holdfast._watch.collector import RANKS
 from holdfast._watch.evidence import Rank
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast._layout.ranks import ranks_text
+from holdfast._core.layout.ranks import ranks_text
 from holdfast._watch.evidence import Call, Source
 
 

@@ -6,16 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast._roster.memory import Board, MemoryRoster
+    from holdfast._core.roster.memory import Board, MemoryRoster
     from holdfast.testing.clock import ManualClock
     from holdfast.testing.memory_store import MemoryStore
     from holdfast.testing.roster_contract import RosterContract
     from holdfast.testing.store_contract import StoreContract
 
 _WHERE = {
-    "Board": "holdfast._roster.memory",
+    "Board": "holdfast._core.roster.memory",
     "ManualClock": "holdfast.testing.clock",
-    "MemoryRoster": "holdfast._roster.memory",
+    "MemoryRoster": "holdfast._core.roster.memory",
     "MemoryStore": "holdfast.testing.memory_store",
     "RosterContract": "holdfast.testing.roster_contract",
     "StoreContract": "holdfast.testing.store_contract",

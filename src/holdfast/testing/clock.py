@@ -6,7 +6,7 @@ import threading
 
 
 class ManualClock:
-    """A `holdfast._deadline.Clock`. `sleep` advances it at once; tests call `advance`.
+    """A `holdfast._core.base.deadline.Clock`. `sleep` advances it at once; tests call `advance`.
 
     >>> clock = ManualClock()
     >>> deadline = Deadline(3600, clock)

@@ -8,8 +8,8 @@ import itertools
 import threading
 from collections.abc import Sequence
 
-from holdfast._store.base import VERSION_BYTES, Entry, Kind, NotFound, checked
-from holdfast._values import Buffer
+from holdfast._core.base.values import Buffer
+from holdfast._core.store.base import VERSION_BYTES, Entry, Kind, NotFound, checked
 from holdfast.errors import Conflict, StorageError
 
 

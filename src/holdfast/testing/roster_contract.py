@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast._roster.base import Roster
-from holdfast._values import Message
+from holdfast._core.base.values import Message
+from holdfast._core.roster.base import Roster
 
 
 class RosterContract:

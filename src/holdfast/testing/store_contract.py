@@ -21,7 +21,7 @@ from functools import partial
 
 import pytest
 
-from holdfast._store.base import VERSION_BYTES, Kind, NotFound, Store
+from holdfast._core.store.base import VERSION_BYTES, Kind, NotFound, Store
 from holdfast.errors import BadInput, Conflict, StorageError
 
 HOSTILE_PATHS = (

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import holdfast
-from holdfast._cli import cli
+from holdfast._core.layout.grid import Grid
 from holdfast._groups.audit.doctor import ask, variables_of
 from holdfast._groups.audit.hazards import GroupFacts, ProcessFacts, hazards, of_variables
 from holdfast._groups.lifecycle.open import open_groups
 from holdfast._groups.lifecycle.warm_up import warm_up
-from holdfast._layout.grid import Grid
+from holdfast._tools.cli import cli
 from holdfast.errors import BadInput
 from tests.support.processes import ProcessWorld
 

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 import holdfast
-from holdfast._cli import cli, doctor
+from holdfast._frameworks import install
 from holdfast._groups.audit import known
 from holdfast._groups.audit.known import affects, redirecting_bridges, table
-from holdfast._integrations import install
+from holdfast._tools.cli import cli, doctor
 
 
 @pytest.mark.parametrize(

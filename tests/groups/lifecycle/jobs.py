@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import events
+from holdfast._core.layout.grid import Grid
+from holdfast._core.torch_private import known_groups
 from holdfast._groups.lifecycle.device import Device
 from holdfast._groups.lifecycle.open import open_groups
 from holdfast._groups.lifecycle.warm_up import warm_up
 from holdfast._groups.session.session import open_sessions
-from holdfast._layout.grid import Grid
-from holdfast._torch_private import known_groups
 from holdfast.errors import HoldfastError
 
 LAYOUT: dict[str, Any] = {"tp": 2, "pp": 2, "ep": 2}

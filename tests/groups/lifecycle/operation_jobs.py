@@ -18,11 +18,11 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 
 import holdfast
+from holdfast._core.layout.grid import Grid
+from holdfast._core.torch_private import is_open, known_groups
 from holdfast._groups.lifecycle.open import open_groups
 from holdfast._groups.lifecycle.report import WarmUpReport
 from holdfast._groups.lifecycle.warm_up import warm_up
-from holdfast._layout.grid import Grid
-from holdfast._torch_private import is_open, known_groups
 from holdfast.errors import HoldfastError
 
 COUNTED = {

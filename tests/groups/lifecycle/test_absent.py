@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from holdfast._core.protocol.liveness import STALLED
+from holdfast._core.roster.presence import Seen, Vitals
+from holdfast._core.roster.process import Identity
 from holdfast._groups.lifecycle.absent import Place, Plan, may_be_explained, who_did_not_come
-from holdfast._protocol.liveness import STALLED
-from holdfast._roster.presence import Seen, Vitals
-from holdfast._roster.process import Identity
 from holdfast.errors import DeadlineExceeded, RankFailed
 
 PLAN = Plan({"g": ("a group", [0, 1, 2])}, {rank: ["g"] for rank in range(3)}, {"g": 0})

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast._torch_private import is_open, known_groups
+from holdfast._core.torch_private import is_open, known_groups
 
 
 @pytest.mark.gpu

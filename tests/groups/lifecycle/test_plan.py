@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast._core.layout.grid import Grid
+from holdfast._core.layout.ranks import from_progressions, progressions
 from holdfast._groups.lifecycle.plan import KINDS, members, plan_groups, rounds, shown
-from holdfast._layout.grid import Grid
-from holdfast._layout.ranks import from_progressions, progressions
 from holdfast.errors import BadInput
 
 

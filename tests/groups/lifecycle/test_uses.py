@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast._core.layout.grid import Grid
 from holdfast._groups.lifecycle.plan import KINDS, plan_groups
 from holdfast._groups.lifecycle.uses import EXPERTS, OPERATIONS, PIPELINES, TENSORS_OF_EXPERTS, uses
-from holdfast._layout.grid import Grid
 
 ALL_TO_ALL = ("all_reduce", "all_to_all")
 PAIRS = ("all_reduce", "pairs")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast._layout.grid import Grid
+from holdfast._core.layout.grid import Grid
 from tests.groups.lifecycle import jobs
 from tests.support.processes import ProcessWorld
 from tests.support.waiting import AT_ONCE, SLACK, ended

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast._core.process.heart import heart
+from holdfast._core.torch_private import default_store
 from holdfast._groups.session.session import Session, open_sessions
 from holdfast._groups.session.shutdown import _raise_in, _take_back
-from holdfast._heart import heart
-from holdfast._torch_private import default_store
 from holdfast.errors import HoldfastError
 
 LAYOUT: dict[str, Any] = {"tp": 2, "pp": 2, "ep": 2}

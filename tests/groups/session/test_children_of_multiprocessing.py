@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast._integrations.session import Session
+from holdfast._frameworks.session import Session
 
 FAIL = ("raises", "exits with 3")
 LONG = 60

@@ -13,7 +13,7 @@ import torch
 
 import holdfast
 from holdfast import events
-from holdfast._exits import is_working
+from holdfast._core.process.exits import is_working
 from holdfast.errors import HoldfastError, StorageError
 
 

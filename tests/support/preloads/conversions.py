@@ -1,4 +1,4 @@
 """What imports, exports and fetches need."""
 
-import tests.integrations.megatron.preload
+import tests.frameworks.megatron.preload
 import tests.system.test_conversions  # noqa: F401

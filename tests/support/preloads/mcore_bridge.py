@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from tests.integrations.megatron.cpu import use_cpu
+from tests.frameworks.megatron.cpu import use_cpu
 from tests.support.stand_ins import stand_in_for
 from tests.support.transformer_engine import use_layers
 

@@ -8,9 +8,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import holdfast._integrations.install
-import holdfast._run.checkpoints  # noqa: F401
-
 with redirect_stdout(sys.stderr):  # whoever imports this may speak on stdout
     for name in ("lightning", "torchdata.stateful_dataloader", "deepspeed"):  # Accelerate imports the last
         if find_spec(name.partition(".")[0]) is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from holdfast._core.protocol.call import Call, begin_call
+from holdfast._core.protocol.job import Job, job_of
+from holdfast._core.protocol.operation import agree
+from holdfast._core.torch_private import groups_made
 from holdfast._groups.audit.hazards import Hazard, hazards
 from holdfast._groups.lifecycle.state import facts
-from holdfast._protocol.call import Call, begin_call
-from holdfast._protocol.job import Job, job_of
-from holdfast._protocol.operation import agree
-from holdfast._torch_private import groups_made
 
 
 def audit(*, all_ranks: bool = False, job: Job | None = None) -> list[Hazard]:

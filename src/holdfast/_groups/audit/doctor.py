@@ -17,10 +17,10 @@ from contextlib import suppress
 
 import msgspec
 
+from holdfast._core.base.values import NO_JSON, size_text
+from holdfast._core.process.heart import heart
+from holdfast._core.ready import ready
 from holdfast._groups.audit.hazards import ProcessFacts
-from holdfast._heart import heart
-from holdfast._ready import ready
-from holdfast._values import NO_JSON, size_text
 from holdfast.errors import BadInput, HoldfastError
 
 log = logging.getLogger("holdfast")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast._ready import ready
+from holdfast._core.ready import ready
 
 _DISTRIBUTIONS = {"nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"), "torch": ("torch",)}
 

@@ -21,11 +21,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast._exits import is_working, on_main_thread_end
-from holdfast._heart import heart
-from holdfast._roster.process import activity, children_of
-from holdfast._stacks import calls_of_frame, frame_of
-from holdfast._under_way import wait_for_works
+from holdfast._core.base.stacks import calls_of_frame, frame_of
+from holdfast._core.process.exits import is_working, on_main_thread_end
+from holdfast._core.process.heart import heart
+from holdfast._core.process.under_way import wait_for_works
+from holdfast._core.roster.process import activity, children_of
 from holdfast.errors import HoldfastError
 
 EXIT_LATE = 87

@@ -16,8 +16,8 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-from holdfast._exits import note_code, uncaught
-from holdfast._stacks import calls_of_traceback
+from holdfast._core.base.stacks import calls_of_traceback
+from holdfast._core.process.exits import note_code, uncaught
 
 
 class ProgramExit(NamedTuple):

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from holdfast._core.base.values import Message, size_text
+from holdfast._core.protocol.liveness import STALLED
+from holdfast._core.roster.presence import Seen, describe
 from holdfast._groups.lifecycle.claims import label, listed
-from holdfast._protocol.liveness import STALLED
-from holdfast._roster.presence import Seen, describe
-from holdfast._values import Message, size_text
 from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed
 
 

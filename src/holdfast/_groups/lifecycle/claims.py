@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from holdfast._format.digest import digest, hex_digest
+from holdfast._core.base.values import Message
+from holdfast._core.format.digest import digest, hex_digest
+from holdfast._core.layout.ranks import from_progressions, progressions
 from holdfast._groups.lifecycle.plan import shown
-from holdfast._layout.ranks import from_progressions, progressions
-from holdfast._values import Message
 from holdfast.errors import BadInput
 
 

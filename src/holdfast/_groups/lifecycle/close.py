@@ -12,13 +12,13 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from holdfast._core.base.threads import start_thread
+from holdfast._core.base.values import Message
+from holdfast._core.process.native_calls import native_call
+from holdfast._core.protocol.call import Call
+from holdfast._core.protocol.task import CollectiveTask
+from holdfast._core.torch_private import abort, known_groups
 from holdfast._groups.lifecycle.device import Device
-from holdfast._native_calls import native_call
-from holdfast._protocol.call import Call
-from holdfast._protocol.task import CollectiveTask
-from holdfast._threads import start_thread
-from holdfast._torch_private import abort, known_groups
-from holdfast._values import Message
 from holdfast.errors import GroupsFailed, HoldfastError
 
 ABORT_TIME = 5.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from holdfast._torch_private import KnownGroup
+from holdfast._core.torch_private import KnownGroup
 
 
 class NotSupported(Exception):

@@ -14,18 +14,18 @@ from typing import TypeVar, overload
 
 import torch.distributed as dist
 
+from holdfast._core.base.values import Message
+from holdfast._core.layout.grid import Grid
+from holdfast._core.protocol.call import Call, begin_call
+from holdfast._core.protocol.job import Job, job_of
+from holdfast._core.protocol.task import CollectiveTask
+from holdfast._core.roster.base import Roster
+from holdfast._core.torch_private import abort, groups_made
 from holdfast._groups.audit.doctor import serve, stop
 from holdfast._groups.lifecycle.close import Closing
 from holdfast._groups.lifecycle.device import Device
 from holdfast._groups.lifecycle.plan import WORLD, PlannedGroups, members, plan_groups, shown
 from holdfast._groups.lifecycle.state import facts, opened
-from holdfast._layout.grid import Grid
-from holdfast._protocol.call import Call, begin_call
-from holdfast._protocol.job import Job, job_of
-from holdfast._protocol.task import CollectiveTask
-from holdfast._roster.base import Roster
-from holdfast._torch_private import abort, groups_made
-from holdfast._values import Message
 from holdfast.errors import BadInput, GroupsFailed, HoldfastError, first_line
 
 D = TypeVar("D")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from holdfast._layout.grid import Grid
+from holdfast._core.layout.grid import Grid
 from holdfast.errors import BadInput
 
 Ranks = npt.NDArray[np.int64]

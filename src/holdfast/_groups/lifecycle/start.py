@@ -9,14 +9,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from holdfast._core.base.options import Environment, read_environment
+from holdfast._core.base.values import Message
+from holdfast._core.protocol.call import Call, begin_call
+from holdfast._core.protocol.job import Job
+from holdfast._core.protocol.task import CollectiveTask
+from holdfast._core.roster.torch_store import TorchRoster
+from holdfast._core.torch_private import TorchStore
 from holdfast._groups.lifecycle.device import Device
-from holdfast._options import Environment, read_environment
-from holdfast._protocol.call import Call, begin_call
-from holdfast._protocol.job import Job
-from holdfast._protocol.task import CollectiveTask
-from holdfast._roster.torch_store import TorchRoster
-from holdfast._torch_private import TorchStore
-from holdfast._values import Message
 from holdfast.errors import BadInput, GroupsFailed, RosterLost, first_line
 
 _stores: dict[tuple[str, int], TorchStore] = {}

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
+from holdfast._core.base.options import all_variables
+from holdfast._core.torch_private import is_eager, is_open, known_groups, timeout_of
 from holdfast._groups.audit.hazards import NAMES, GroupFacts, ProcessFacts
-from holdfast._options import all_variables
-from holdfast._torch_private import is_eager, is_open, known_groups, timeout_of
 
 # Weak, so that destroyed groups can be freed.
 warm: WeakSet[dist.ProcessGroup] = WeakSet()

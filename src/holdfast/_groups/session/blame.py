@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from holdfast._exits import ProgramFailed
+from holdfast._core.base.stacks import calls_of_error
+from holdfast._core.process.exits import ProgramFailed
+from holdfast._core.roster.process import Identity
 from holdfast._groups.ending.system_exit import ProgramExit, program_exit
-from holdfast._roster.process import Identity
-from holdfast._stacks import calls_of_error
 from holdfast.errors import HoldfastError, RankFailed, RankInfo
 
 AT_MOST = 64

@@ -17,14 +17,14 @@ from contextlib import suppress
 
 import msgspec
 
-from holdfast._deadline import StallTimer
-from holdfast._roster.base import Roster, get_ours
-from holdfast._roster.beacon import Presence
-from holdfast._roster.presence import Gone, Seen, Vitals, describe, see
-from holdfast._roster.process import ENDED, HELD, Identity
-from holdfast._roster.whereabouts import PATIENCE, Inquiry
-from holdfast._threads import start_thread
-from holdfast._values import Message
+from holdfast._core.base.deadline import StallTimer
+from holdfast._core.base.threads import start_thread
+from holdfast._core.base.values import Message
+from holdfast._core.roster.base import Roster, get_ours
+from holdfast._core.roster.beacon import Presence
+from holdfast._core.roster.presence import Gone, Seen, Vitals, describe, see
+from holdfast._core.roster.process import ENDED, HELD, Identity
+from holdfast._core.roster.whereabouts import PATIENCE, Inquiry
 from holdfast.errors import HoldfastError, RankFailed, RankInfo, RosterLost, from_message
 
 log = logging.getLogger("holdfast")

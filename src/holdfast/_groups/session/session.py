@@ -21,8 +21,17 @@ from typing import Self
 
 import torch.distributed as dist
 
-from holdfast._deadline import check_seconds
-from holdfast._exits import Failure, Stage, at_exit, error_of_child, say
+from holdfast._core.base.deadline import check_seconds
+from holdfast._core.base.values import Message
+from holdfast._core.layout.grid import Grid
+from holdfast._core.process.exits import Failure, Stage, at_exit, error_of_child, say
+from holdfast._core.process.under_way import wait_for_works
+from holdfast._core.protocol.call import begin_call, find_roster
+from holdfast._core.protocol.job import Job, job_of, limits_of
+from holdfast._core.protocol.task import CollectiveTask
+from holdfast._core.roster.presence import Vitals, read
+from holdfast._core.roster.process import stack_dump
+from holdfast._core.torch_private import TorchStore, default_store, known_groups
 from holdfast._groups.ending.bound import watch_end
 from holdfast._groups.ending.system_exit import how_it_ended, program_exit, see_exits
 from holdfast._groups.lifecycle.close import Closing
@@ -31,15 +40,6 @@ from holdfast._groups.lifecycle.report import WarmUpReport
 from holdfast._groups.lifecycle.start import start_world
 from holdfast._groups.lifecycle.warm_up import chosen_operations, warm_up
 from holdfast._groups.session.shutdown import TOLD, Leaving
-from holdfast._layout.grid import Grid
-from holdfast._protocol.call import begin_call, find_roster
-from holdfast._protocol.job import Job, job_of, limits_of
-from holdfast._protocol.task import CollectiveTask
-from holdfast._roster.presence import Vitals, read
-from holdfast._roster.process import stack_dump
-from holdfast._torch_private import TorchStore, default_store, known_groups
-from holdfast._under_way import wait_for_works
-from holdfast._values import Message
 from holdfast.errors import HoldfastError, RosterLost
 
 LOOK = 0.25

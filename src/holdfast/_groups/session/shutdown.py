@@ -20,7 +20,13 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from holdfast._exits import hurry, say
+from holdfast._core.base.stacks import calls_of_frame
+from holdfast._core.base.threads import start_thread
+from holdfast._core.process.exits import hurry, say
+from holdfast._core.process.under_way import last_works, wait_for_works
+from holdfast._core.protocol.task import CollectiveTask
+from holdfast._core.roster.base import Roster
+from holdfast._core.roster.presence import Vitals
 from holdfast._groups.ending.bound import arm, disarm
 from holdfast._groups.lifecycle.close import abort_all
 from holdfast._groups.session.blame import (
@@ -30,12 +36,6 @@ from holdfast._groups.session.blame import (
     ranks_of_collective,
 )
 from holdfast._groups.session.monitor import Monitor
-from holdfast._protocol.task import CollectiveTask
-from holdfast._roster.base import Roster
-from holdfast._roster.presence import Vitals
-from holdfast._stacks import calls_of_frame
-from holdfast._threads import start_thread
-from holdfast._under_way import last_works, wait_for_works
 from holdfast.errors import HoldfastError, RankFailed, RankInfo, RosterLost, from_message
 
 log = logging.getLogger("holdfast")

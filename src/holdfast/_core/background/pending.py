@@ -1,0 +1,202 @@
+"""The handle of an asynchronous save."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+
+from holdfast._core.base.threads import start_thread
+from holdfast._core.saving.job import SaveJob, SaveReport
+from holdfast.errors import DeadlineExceeded, HoldfastError, NotStarted
+
+CANCELLED = "cancelled"
+"""Key in the details of an error: some rank cancelled the save; it did not fail by itself."""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """The progress of a pending save on this rank."""
+
+    phase: str
+    """A phase of the protocol (docs/protocol.md)."""
+    bytes_done: int
+    bytes_total: int
+    """Bytes that this rank will write; 0 until known."""
+
+
+class Pending(Future[SaveReport]):
+    """An asynchronous save: a future of its `SaveReport`. `staged`, `committed`, `wait`, `result` and
+    `exception` block; everything else returns at once.
+
+    A cancelled save ends with a HoldfastError that names the cancelling rank, not with CancelledError.
+    """
+
+    def __init__(self, path: str, step: int | None) -> None:
+        super().__init__()
+        self.path: str = path
+        self.step: int | None = step
+        self.staging_completion: Future[None] = Future()
+        for future in (self, self.staging_completion):
+            # Future.cancel can't end a save; ours can.
+            future.set_running_or_notify_cancel()
+        self._begun = threading.Lock()
+        """The thread that runs the save holds it."""
+        self.seen: bool = False
+        """Whether the result or the error has been read."""
+        self.only_warns = False
+        """Whether a failure is logged instead of raised."""
+        self._save: SaveJob | None = None
+        self.who: str = "a rank"
+        """The rank that saves, as messages name it."""
+        self._last = Progress("staging", 0, 0)
+        self._cancel: HoldfastError | None = None
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "pending"
+        return f"<{state} save of {self.path}>"
+
+    @property
+    def upload_completion(self) -> Pending:
+        """The save itself, under torch DCP's name for it."""
+        return self
+
+    def start(self, run: Callable[[], SaveReport]) -> None:
+        """Run the save on a thread of its own, unless one runs it already."""
+
+        def work() -> None:
+            if not self._begun.acquire(blocking=False):
+                return
+            try:
+                report = run()
+            except BaseException as error:
+                # Before the future is set: the save's memory is free when its waiters wake up.
+                self._let_go()
+                self.has_staged()
+                self.set_exception(error)
+            else:
+                self._let_go()
+                self.set_result(report)
+
+        try:
+            start_thread(work, "holdfast-async-save")
+        # Nothing else: a failing session raises its error anywhere in this thread, also once the save runs.
+        except NotStarted as error:
+            if self._save is not None:
+                self._save.operation.cancel.set(error)  # the protocol tells it to the others, on this thread
+            work()
+        except BaseException:  # Ctrl-C: the thread may have begun, or never begin
+            self.cancel()
+            work()
+            raise
+
+    def _let_go(self) -> None:
+        """Drop the job, so that a reference to this object does not keep the state in memory."""
+        self._last = self.progress()
+        self._save = None
+
+    def _attempt(self, save: SaveJob) -> None:
+        """Record the running job: the first attempt, or a retry."""
+        self._save, self.who = save, save.operation.context.who
+        if self._cancel is not None:  # it was cancelled before this attempt began
+            save.operation.cancel.set(self._cancel)
+
+    def has_staged(self) -> None:
+        """Record that the state is copied and may change."""
+        if not self.staging_completion.done():
+            self.staging_completion.set_result(None)
+
+    def staged(self, timeout: float | None = None) -> None:
+        """Wait until the state is copied; from then on, training may change it."""
+        if not concurrent.futures.wait([self.staging_completion], timeout).done:
+            raise self.late("staged", timeout)
+
+    def committed(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the save is committed on all ranks; if it fails, raise the same error on all ranks.
+
+        timeout: seconds to wait; default: no limit besides the deadline of the save itself. Raises
+            DeadlineExceeded after that; the save goes on.
+        """
+        if not self.wait(timeout):
+            raise self.late("committed", timeout)
+        return self.result()  # it has ended
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Like `committed`, but raise TimeoutError if the save takes longer than `timeout` seconds."""
+        try:
+            return super().result(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait like `result`; return the error, or None if the save is committed."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the save has finished or failed; return whether it has. An error stays unseen."""
+        concurrent.futures.wait([self], timeout)
+        return self.done()
+
+    def failure(self) -> BaseException | None:
+        """Return the error of a failed save, else None, without marking it as seen."""
+        return super().exception() if self.done() else None
+
+    def failed_unseen(self) -> bool:
+        """Return whether the save failed unexpectedly and nobody has read the error."""
+        error = self.failure()
+        return not (error is None or self.seen or self.only_warns or self.is_given_up(error))
+
+    def is_given_up(self, error: BaseException | None) -> bool:
+        """Return whether the save was cancelled, here or (by its error) on another rank."""
+        return self._cancel is not None or (isinstance(error, HoldfastError) and CANCELLED in error.details)
+
+    def cancelled(self) -> bool:
+        """Return whether the save failed because some rank cancelled it."""
+        error = self.failure()
+        return error is not None and self.is_given_up(error)
+
+    def cancel(self) -> bool:
+        """Cancel the save on all ranks. Returns False if it has already ended. It may still be committed:
+        `committed` tells."""
+        if self.done():
+            return False
+        # Set first, then read the job; `_attempt` does these two the other way round. So one of them sees the
+        # other, whenever a retry begins.
+        self._cancel = HoldfastError(
+            f"The save of {self.path} was cancelled on {self.who}.", step=self.step, details={CANCELLED: True}
+        )
+        save = self._save  # its own thread may drop it now
+        if save is not None:
+            save.operation.cancel.set(self._cancel)
+        return True
+
+    def progress(self) -> Progress:
+        """Return the phase and the number of bytes written on this rank."""
+        save = self._save
+        if save is None:
+            return self._last
+        return Progress(save.operation.context.phase, save.operation.bytes_done, save.operation.bytes_total)
+
+    def late(self, what: str, timeout: float | None) -> DeadlineExceeded:
+        """Return the error for a wait that timed out while the save goes on."""
+        where = self.progress()
+        return DeadlineExceeded(
+            f"The save of {self.path} was not {what} within {timeout:g} s: it is in phase {where.phase!r}, "
+            f"with {where.bytes_done} of {where.bytes_total} bytes written. It goes on.",
+            step=self.step,
+            phase=where.phase,
+        )
+
+
+def finished(report: SaveReport, step: int | None) -> Pending:
+    """Return a synchronous save's report as a `Pending` that is done."""
+    pending = Pending(report.path, step)
+    pending.seen = True
+    pending.has_staged()
+    pending.set_result(report)
+    return pending

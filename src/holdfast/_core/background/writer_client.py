@@ -1,0 +1,226 @@
+"""The trainer's side of its writer process: start it, send it jobs, receive progress, notice its death."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from weakref import WeakSet
+
+from holdfast._core.background.arena import Arena
+from holdfast._core.background.writer_messages import (
+    Attach,
+    Done,
+    Failed,
+    FromWriter,
+    Moved,
+    Planned,
+    Wire,
+    WriteJob,
+)
+from holdfast._core.base.threads import RAISE_LIMIT
+from holdfast._core.format.names import WrittenFile
+from holdfast._core.roster.process import HELD, stat
+from holdfast.errors import HoldfastError, NotStarted, from_message
+
+START = Path(__file__).absolute().with_name("writer_start.py")
+"""What the writer process runs."""
+PACKAGES = ("holdfast", "msgspec", "numpy", "xxhash")
+"""What it imports beside the standard library."""
+LOOK = 0.25
+"""Seconds between two checks whether a job is still wanted."""
+
+
+_known: WeakSet[WriterClient] = WeakSet()
+
+
+def _forked() -> None:
+    """Close the sockets in a fork of the trainer (a data loader's worker): a writer ends when its socket is
+    closed everywhere."""
+    for writer in _known:
+        writer.let_go()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _isolated_python() -> list[str]:
+    """Return the command of this interpreter, without the working directory, the folders of the environment
+    and the user, and site-packages."""
+    # Isolated, because files in a working directory must not be executed (docs/decisions/0008). -I also
+    # ignores the variables PYTHON*, so those that matter become options.
+    flags = ["-I", "-S"]
+    if sys.dont_write_bytecode:
+        flags.append("-B")
+    if sys.pycache_prefix is not None:
+        flags += ["-X", f"pycache_prefix={sys.pycache_prefix}"]
+    if sys.flags.utf8_mode:  # both sides must encode names of files alike
+        flags += ["-X", "utf8"]
+    return [sys.executable, *flags]
+
+
+def _places() -> dict[str, str]:
+    """Return the folder that this process has imported each package from."""
+    folders = {}
+    for name in PACKAGES:
+        module = import_module(name)
+        assert module.__file__ is not None, f"{name} lies in a file"
+        folder = Path(module.__file__).absolute().parent
+        folders[name] = str(folder.parent if hasattr(module, "__path__") else folder)
+    return folders
+
+
+class WriterDied(HoldfastError):
+    """The writer process ended before its job did."""
+
+
+class WriterClient:
+    """A process of this rank's own, started anew if it has died. One job at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._wire: Wire | None = None
+        self._attached: set[int] = set()
+        self._number = 0
+        self.busy = False
+        """Has it a job? Then a thread of this process may be stuck in sending or receiving."""
+        _known.add(self)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def describe(self) -> str:
+        """Say what the process does, as far as the kernel shows."""
+        now = stat(self.pid) if self.pid is not None else None
+        held = HELD.get(now.state, "") if now is not None else ""
+        return f"its writer process has pid {self.pid}" + (f", and is {held}" if held else "")
+
+    def start(self) -> None:
+        """Start the process if there is none; returns before it is ready. Raises NotStarted if the system
+        starts none."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.kill()
+        try:
+            self._start()
+        except OSError as error:
+            by_descriptors = error.errno in (errno.EMFILE, errno.ENFILE)
+            raise NotStarted(
+                f"The writer process of an asynchronous save could not be started: {error.strerror}.",
+                hint="Raise the limit of open files (ulimit -n)." if by_descriptors else RAISE_LIMIT,
+                details={"errno": error.errno},
+            ) from error
+
+    def _start(self) -> None:
+        mine, theirs = socket.socketpair()
+        try:
+            # A new interpreter, not a fork of this process's memory; in a session of its own, so that Ctrl-C
+            # does not reach it.
+            self._process = subprocess.Popen(
+                [*_isolated_python(), str(START), str(theirs.fileno()), json.dumps(_places())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except BaseException:
+            mine.close()
+            raise
+        finally:
+            # Otherwise this process would keep the writer's end open, and never see that the writer is gone.
+            theirs.close()
+        self._wire = Wire(mine, FromWriter)
+        self._attached = set()
+
+    def write(
+        self,
+        arena: Arena,
+        job: WriteJob,
+        planned: Callable[[int], None],
+        moved: Callable[[int], None],
+        still_wanted: Callable[[], None],
+    ) -> list[WrittenFile]:
+        """Do a job to its end. What `moved` or `still_wanted` raise gives it up: then `kill` it, as it may be
+        stuck."""
+        self.start()
+        wire, process = self._wire, self._process
+        assert wire is not None
+        assert process is not None
+        # Numbers distinguish messages of this job from late ones of a job that was given up.
+        self._number += 1
+        # By the size the process sees that the arena has grown, and maps it again.
+        job.number, job.arena, job.size = self._number, arena.number, arena.size
+        ready = select.poll()  # select() knows no descriptor above 1023
+        ready.register(wire.socket, select.POLLIN)
+        self.busy = True
+        try:
+            # A descriptor crosses the socket once; tensors never do, as both sides map the same pages.
+            if arena.number not in self._attached:
+                wire.send(Attach(arena.number), arena.fd)
+                self._attached.add(arena.number)
+            wire.send(job)
+            while True:
+                # Each time, also while no message comes: a writer that is stuck in storage sends none.
+                still_wanted()
+                if not ready.poll(LOOK * 1000):
+                    continue
+                message, _ = wire.receive()
+                if message.number != self._number:
+                    continue  # of a job that was given up
+                match message:
+                    case Planned(_, total):
+                        planned(total)
+                    case Moved(_, nbytes):
+                        moved(nbytes)
+                    case Failed(_, error):
+                        raise from_message(error)
+                    case Done(_, files):
+                        return files
+        except (EOFError, ConnectionError):
+            raise self._died(process, job.rank) from None
+        finally:
+            self.busy = False
+
+    def _died(self, process: subprocess.Popen[bytes], rank: int) -> WriterDied:
+        with suppress(subprocess.TimeoutExpired):
+            # The socket closes before the process has ended, and the error must tell its exit code.
+            process.wait(1.0)
+        code = process.returncode
+        how = (
+            f"was killed by signal {-code}"
+            if code is not None and code < 0
+            else f"ended with exit code {code}"
+        )
+        self.kill()
+        return WriterDied(
+            f"The writer process of rank {rank} (pid {process.pid}) {how} before it had written its part.",
+            rank=rank,
+            hint="If it was the kernel's (signal 9), memory was short; the next save starts a new one.",
+        )
+
+    def let_go(self) -> None:
+        """Close this process's end of the socket, in a fork of it."""
+        if self._wire is not None:
+            self._wire.socket.close()
+        self._wire, self._process = None, None
+
+    def kill(self) -> None:
+        """End the process at once. What it was writing is no checkpoint."""
+        process, wire = self._process, self._wire
+        self._process = self._wire = None
+        if process is not None:  # before the socket is closed: a thread that is stuck in sending wakes up
+            with suppress(OSError):
+                process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                # No signal ends a process that is stuck in the kernel (storage that hangs): wait no longer.
+                process.wait(1.0)
+        if wire is not None:
+            wire.socket.close()

@@ -1,0 +1,126 @@
+"""Messages between a trainer and its writer process: MessagePack in frames over a socket. No torch, no
+pickle."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from holdfast._core.base.options import Options
+from holdfast._core.format.names import WrittenFile
+from holdfast._core.io.file_writer import About
+from holdfast._core.io.unchanged import Earlier
+from holdfast._core.layout.box import Box
+from holdfast._core.layout.deferred_offset import DeferredOffset
+from holdfast._core.layout.tensor import TensorSpec
+from holdfast._core.ready import ready
+
+_HEAD = struct.Struct("<Q")
+
+
+class Attach(msgspec.Struct, tag=True, array_like=True):
+    """Sent with a file descriptor: that of the arena with this number."""
+
+    arena: int
+
+
+class WriteJob(msgspec.Struct, tag="Job", array_like=True):
+    """Write a rank's files from an arena. Columns, a row a shard, as in `ShardTable`."""
+
+    number: int
+    arena: int
+    size: int
+    """Of the arena, in bytes."""
+    store: str
+    rank: int
+    specs: list[TensorSpec]
+    boxes: list[Box]
+    replicas: list[tuple[int, int]]
+    unsharded: list[bool]
+    deferred: list[DeferredOffset | None]
+    base: list[int]
+    """Where in the arena each row begins."""
+    witnessed: list[tuple[int, bytes, int, int]]
+    """Row, offset, block and digest of each piece that others write."""
+    about: About
+    options: Options
+    earlier: Earlier | None = None
+    """The save whose bytes are linked where they have not changed."""
+    only: int | None = None
+    """Write only this file of the plan; the arena holds no chunks of the others."""
+    tied: dict[int, int] = {}
+    """Rows with the memory of another row, and that row."""
+
+
+class Planned(msgspec.Struct, tag=True, array_like=True):
+    """How many bytes a job will write."""
+
+    number: int
+    total: int
+
+
+class Moved(msgspec.Struct, tag=True, array_like=True):
+    """Progress: bytes since the last such message."""
+
+    number: int
+    nbytes: int
+
+
+class Done(msgspec.Struct, tag=True, array_like=True):
+    """The files of a job are durable: name, size, where the embedded index starts and how long it is."""
+
+    number: int
+    files: list[WrittenFile]
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """A job failed; nothing of its files is left. An error as `HoldfastError.to_message` makes it."""
+
+    number: int
+    error: dict[str, object]
+
+
+ToWriter = Attach | WriteJob
+FromWriter = Planned | Moved | Done | Failed
+
+
+class Wire:
+    """One end of the socket."""
+
+    def __init__(self, sock: socket.socket, kind: Any) -> None:
+        self.socket = sock
+        self._decoder = msgspec.msgpack.Decoder(ready(kind))
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: ToWriter | FromWriter, fd: int | None = None) -> None:
+        data = self._encoder.encode(message)
+        head = _HEAD.pack(len(data))
+        if fd is None:
+            self.socket.sendall(head + data)
+        else:
+            socket.send_fds(self.socket, [head], [fd])
+            self.socket.sendall(data)
+
+    def receive(self) -> tuple[Any, int | None]:
+        """Receive a message, and the file descriptor that came with it. EOFError if the other end is gone."""
+        # A descriptor comes with the head: a plain recv, as for the rest, would drop it.
+        head, fds, _, _ = socket.recv_fds(self.socket, _HEAD.size, 1)
+        if head and len(head) < _HEAD.size:
+            head += self._exactly(_HEAD.size - len(head))
+        if not head:
+            raise EOFError
+        (size,) = _HEAD.unpack(head)
+        return self._decoder.decode(self._exactly(size)), fds[0] if fds else None
+
+    def _exactly(self, size: int) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            got = self.socket.recv_into(view)
+            if not got:
+                raise EOFError
+            view = view[got:]
+        return data

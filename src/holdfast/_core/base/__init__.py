@@ -1,0 +1,1 @@
+"""Small modules that everything uses: values, options, deadlines, threads, files in shared folders."""

@@ -1,0 +1,39 @@
+"""Open a Holdfast index: the committed one of a folder, or the embedded one of a data file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from holdfast._core.format.index import Index
+from holdfast._core.format.names import INDEX
+from holdfast._core.store.absence import explain_absence
+from holdfast._core.store.base import NotFound, Reader, Store
+from holdfast.errors import NotCommitted
+
+
+def nothing_there(store: Store) -> NotCommitted:
+    """Return the error for a folder without a checkpoint, which explains what the folder contains."""
+    sentence, hint = explain_absence(store)
+    return NotCommitted(sentence, hint=hint)
+
+
+@contextmanager
+def open_index(store: Store) -> Iterator[Index]:
+    """Open the committed index of a folder, and close it afterwards. NotCommitted if there is none."""
+    try:
+        reader = store.open(INDEX)
+    except NotFound:
+        raise nothing_there(store) from None
+    with closing(reader):
+        yield Index(reader.read, reader.size, f"{store.url}/{INDEX}")
+
+
+def embedded_index(reader: Reader, start: int, stop: int, where: str) -> Index:
+    """Return the embedded index of a data file, at its bytes [start, stop); callers use all of it."""
+    return Index(
+        lambda offset, length: reader.read(start + offset, length),
+        stop - start,
+        f"the embedded index of {where}",
+        whole=True,
+    )

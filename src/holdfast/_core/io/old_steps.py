@@ -1,0 +1,161 @@
+"""Remove old steps: exactly the files that are Holdfast's, so that what somebody else has put into a step's
+folder stays, and the folder with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+
+import msgspec
+
+from holdfast._core.base.values import NO_JSON
+from holdfast._core.format.names import (
+    CONFIG,
+    DATA,
+    HOLDFAST_CONFIG,
+    INDEX,
+    METADATA,
+    is_named_by_save,
+)
+from holdfast._core.io.index_file import open_index
+from holdfast._core.io.small_files import read_file
+from holdfast._core.store.base import Entry, Kind, Store
+from holdfast._core.store.branches import is_left, left_behind
+from holdfast._core.store.pins import unpinned
+from holdfast._core.store.publishing import HIDDEN
+from holdfast._core.store.retention import Retention, StepFacts
+from holdfast._core.store.run_folder import (
+    best_of,
+    by_step,
+    is_linked,
+    is_only_marked,
+    is_spelled_as_ours,
+)
+from holdfast.errors import HoldfastError
+
+log = logging.getLogger("holdfast")
+_warned: set[str] = set()
+"""Linked steps about which a warning was logged."""
+
+
+def is_removable(store: Store, folder: str) -> bool:
+    """Return whether this run made a committed step, so that it may be removed as an old one."""
+    if not is_spelled_as_ours(folder):
+        return False
+    if not is_linked(store, folder):
+        return True
+    if (where := f"{store.url}/{folder}") not in _warned:
+        _warned.add(where)
+        log.warning("%s, its data or its index is a link; it is not counted, and never removed.", where)
+    return False
+
+
+def retire(
+    store: Store,
+    rules: Retention,
+    saved: int,
+    read: Callable[[int, str], StepFacts],
+    damaged: Collection[int] = (),
+    passed: set[str] | None = None,
+) -> list[str]:
+    """Remove the steps that no rule keeps; never the step that was just saved. Return their folders.
+
+    read: returns what the index of a step says, given its number and folder; called only if a rule asks.
+    damaged: steps that a load has skipped. They take no good step's place, and are kept so that somebody can
+        examine them.
+    passed: folders that are known to be no step that may be removed, and are not looked at; others are added.
+    """
+    if rules.keep is None:
+        return []
+    passed = set() if passed is None else passed
+    left = left_behind(store)
+    steps = [
+        (step, folders)
+        for step, folders in by_step(store)
+        if step not in damaged and not passed.issuperset(folders)
+    ]
+    gone = {step for step, folders in steps if any(is_left(store, left, one, INDEX) for one in folders)}
+    steps.sort(key=lambda found: (found[0] not in gone, found[0]))
+    removable: dict[int, str] = {}
+    # No more steps than there are folders: mostly nothing is looked at. Else the newest first.
+    for step, folders in reversed(steps if len(steps) > rules.keep else []):
+        if rules.best is None and len(removable) >= rules.keep and rules.stays_by_number(step):
+            continue  # no other rule compares it with other steps
+        marked = best_of(store, folders)
+        if marked is not None and marked.mark == INDEX and is_removable(store, marked.folder):
+            removable[step] = marked.folder
+        else:
+            passed.update(folders)
+    if len(removable) <= rules.keep:
+        return []
+    kept = rules.kept(
+        [
+            (read(step, folder) if rules.asks_the_index else StepFacts(step))._replace(left=step in gone)
+            for step, folder in removable.items()
+        ]
+    )
+    removed = []
+    for step, folder in sorted(removable.items()):
+        # An older step that was saved again may not be among the newest; it stays until the next save.
+        if step not in kept and step != saved:
+            with suppress(HoldfastError):  # the next save tries again
+                remove_step(store, folder)
+                removed.append(folder)
+    return removed
+
+
+def remove_step(store: Store, folder: str) -> bool:
+    """Delete Holdfast's files of a step: its index first, so that it stops being a checkpoint before it loses
+    data. Return whether its folder is gone; with files of others in it, it stays.
+
+    A step that somebody reads stays as it is, and so does one that is a link, or whose data folder or index
+    is one.
+    """
+    if is_linked(store, folder):
+        return False
+    step = store.child(folder)
+    with unpinned(step) as free:
+        if not free:
+            log.info("%s is being read, and stays for now.", step.url)
+            return False
+        ours = old_files(step)
+        for name in (METADATA, INDEX):  # in this order: METADATA means nothing without the index
+            if ours.pop(name, None) is not None:
+                step.delete(name)
+    for name in ours:
+        step.delete(name)
+    step.child(DATA).remove()
+    return step.remove()
+
+
+def old_files(step: Store) -> dict[str, Entry]:
+    """Return the files that `remove_step` deletes. If the index can't be read, only those with names that
+    Holdfast alone gives."""
+    named: set[str] = set()
+    with suppress(HoldfastError), open_index(step) as index:
+        named.update(index.file_names())
+    return entries(step, own_names(step, named))
+
+
+def own_names(step: Store, named: Collection[str] = ()) -> list[str]:
+    """List what is Holdfast's by its name, in a step's folder and its data folder: one of `named`, or a name
+    that Holdfast alone gives, or the index, or a mark for other tools as Holdfast writes it."""
+    data = [path for name in step.list(DATA) if (path := f"{DATA}/{name}") in named or is_named_by_save(name)]
+    return data + [name for name in step.list() if _is_ours(step, name)]
+
+
+def _is_ours(step: Store, name: str) -> bool:
+    if name == METADATA:
+        return is_only_marked(step)
+    if name == CONFIG:
+        with suppress(HoldfastError, *NO_JSON):
+            return bool(msgspec.json.decode(read_file(step, CONFIG) or b"") == HOLDFAST_CONFIG)
+        return False
+    return name == INDEX or name.startswith(HIDDEN)
+
+
+def entries(step: Store, names: Iterable[str]) -> dict[str, Entry]:
+    """Look at names; return what is a file, and no link."""
+    found = ((name, step.stat(name)) for name in names)
+    return {name: entry for name, entry in found if entry is not None and entry.kind is Kind.FILE}

@@ -1,0 +1,56 @@
+"""A slice, fetched from a checkpoint or a published model, as a source of loads.
+
+It has all names of its source, but only the chunks that were fetched. A load that asks for more is refused
+before anything is read (`file_reader.plan_read`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast._core.format.columns import Array, Columns
+from holdfast._core.format.index import Index
+from holdfast._core.format.slice import read_origin
+
+
+class IndexSource:
+    """A Holdfast index as a source of loads."""
+
+    object_prefix = b""
+    fetched_for = ""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.where, self.identity, self.tensors = index.where, index.identity, index.tensors
+        self.about: dict[str, Any] = index.about
+
+    @property
+    def bytes_read(self) -> int:
+        return self.index.bytes_read
+
+    def names(self) -> list[str]:
+        return self.index.names()
+
+    def find(self, wanted: Sequence[str]) -> Array:
+        return self.index.find(wanted)
+
+    def find_one(self, name: str) -> int:
+        return self.index.find_one(name)
+
+    def select(self, rows: Array | None = None) -> Columns:
+        return self.index.select(rows)
+
+
+class Slice(IndexSource):
+    """A part of a Holdfast checkpoint."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self.note_origin(index)
+
+    def note_origin(self, index: Index) -> None:
+        self.origin = read_origin(index.about, index.where)
+        # Hosts have different slices of one version; with a common identity their ranks can load together.
+        self.identity = self.origin.identity
+        self.fetched_for = self.origin.fetched_for

@@ -1,0 +1,313 @@
+"""Find the chunks whose bytes the last save has written already, and link its files into the new step.
+
+A chunk is unchanged if the digests of all its blocks are. The new step gets a hard link to the file that
+holds it, so every step's folder is complete by itself, and readers need not know. What the last save wrote is
+read from the indexes that its files carry; only the names of these files are kept in memory
+(docs/decisions/0028-unchanged-bytes-are-linked.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import threading
+from contextlib import closing, suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast._core.base.options import Options
+from holdfast._core.format.columns import Array, Columns, counts_of, expand_ranges
+from holdfast._core.format.container import read_header
+from holdfast._core.format.digest import digest
+from holdfast._core.format.names import DATA, EMBEDDED, WrittenFile, data_file, is_data_file, linked_file
+from holdfast._core.io.host_memory import ReportBytes, even_ranges
+from holdfast._core.io.index_file import embedded_index
+from holdfast._core.io.on_threads import on_threads
+from holdfast._core.io.spot_check import blocks_of, spot_check
+from holdfast._core.io.stream import ChunkSource, simple_addresses
+from holdfast._core.plan.agreement import box_keys
+from holdfast._core.plan.blocks import widen
+from holdfast._core.plan.shard_table import PlannedRows, SavePlan, ShardTable
+from holdfast._core.store.base import Kind, Store
+from holdfast._core.store.local import LocalStore
+from holdfast.errors import HoldfastError, StorageError
+
+log = logging.getLogger("holdfast")
+LINKS = 16
+"""Files that a rank links at most. A load opens each, so chunks of more files are written anew, into one."""
+RUNS = 1024
+"""Runs and ranks of which a process remembers the last save: folders that differ in other numbers than those
+of steps make a new run each."""
+_STEP = re.compile(
+    r"(?i)(?P<word>(?:step|iter|iteration|epoch)s?[-_=]?|(?:checkpoint|ckpt)[-_=]|/(?=[0-9]+\Z))[0-9]+"
+)
+_LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
+
+
+class Earlier(NamedTuple):
+    """The last committed save of a rank into a run."""
+
+    folder: str
+    """Of its step."""
+    files: list[WrittenFile]
+    """Those that the rank wrote, the first one first."""
+    turn: int = 0
+    """How many saves of this run this process has made before."""
+
+
+_last: dict[tuple[str, int], Earlier] = {}
+
+
+def remember(store: Store, rank: int, files: list[WrittenFile]) -> None:
+    """Note that a save was committed, for the next one of the same run in this process."""
+    before = _last.get(key := (_run_of(store), rank))
+    _last[key] = Earlier(store.url, files, 0 if before is None else before.turn + 1)
+    while len(_last) > RUNS:
+        _last.pop(next(iter(_last)), None)
+
+
+def remember_loaded(store: Store, rank: int, attempt: object) -> None:
+    """Note what a rank has written of a step that is loaded, for the next save of the same run; it may be
+    nothing. attempt: that of the step's index."""
+    files: list[WrittenFile] = []
+    with suppress(HoldfastError):  # mostly NotFound, after the last file
+        while is_data_file(name := data_file(str(attempt), rank, len(files))):
+            with closing(store.open(name)) as reader:
+                header = read_header(reader.read, reader.size, name)
+            if EMBEDDED not in header.entries:
+                break
+            start, stop = (header.data_start + offset for offset in header.entries[EMBEDDED].data_offsets)
+            files.append(WrittenFile(name, stop, start, stop - start))
+    if files:
+        remember(store, rank, files)
+
+
+def forget(store: Store, rank: int) -> None:
+    """Note that a step of this run is damaged: the next save writes all, as other steps share its files."""
+    _last.pop((_run_of(store), rank), None)
+
+
+def recall(store: Store, rank: int) -> Earlier | None:
+    """Return the last save of a step's run that this process has made or loaded."""
+    return _last.get((_run_of(store), rank))
+
+
+def _run_of(store: Store) -> str:
+    """Return the path without the numbers of steps: steps such as `run/step-7/part-1` or `run/global_step_7`
+    differ in nothing else. Without its last number if it names no step."""
+    without, found = _STEP.subn(r"\g<word>#", store.url)
+    return without if found else _LAST_NUMBER.sub("#", store.url)
+
+
+class Linked(NamedTuple):
+    """The unchanged chunks of a plan, and the links to the files that hold them."""
+
+    chunks: PlannedRows
+    file: Array
+    """Per chunk, its row of `names`."""
+    position: Array
+    digests: Array
+    """Of the blocks of all chunks."""
+    sums: Array
+    """(chunks, 2): the fingerprint of each chunk; zeros if the save computes none."""
+    names: list[str]
+    sizes: list[int]
+
+
+def all_changed(plan: SavePlan) -> Linked:
+    """Return no chunk and no link."""
+    empty = np.zeros(0, np.int64)
+    none = PlannedRows(*(column[:0] for column in plan.chunks))
+    return Linked(none, empty, empty, np.zeros(0, "<u8"), np.zeros((0, 2), "<u8"), [], [])
+
+
+def link_unchanged(
+    store: Store,
+    table: ShardTable,
+    plan: SavePlan,
+    earlier: Earlier,
+    attempt: str,
+    options: Options,
+    progress: ReportBytes,
+) -> tuple[SavePlan, Linked]:
+    """Link files of an earlier save into a step. Return the plan of what must be written, and what is linked.
+
+    Nothing is linked if it can't be: if the earlier files are gone, or if the file system makes no links.
+    """
+    if not isinstance(store, LocalStore):  # other stores have no links
+        return plan, all_changed(plan)
+    try:
+        held = _Held(table, plan.chunks, earlier, options)
+    except HoldfastError as error:
+        log.debug("%s: all is written, because of the step before: %s", store.url, error)
+        return plan, all_changed(plan)
+    held.compare(options.writer_threads, progress)
+    held.check_stored(earlier.turn, progress)
+    names = held.link(store, attempt)
+    files = sorted(names)
+    is_linked = np.isin(held.file, files)
+    chosen = np.flatnonzero(is_linked)
+    linked = Linked(
+        chunks=PlannedRows(*(column[chosen] for column in plan.chunks)),
+        file=np.searchsorted(files, held.file[chosen]),
+        position=held.position[chosen],
+        digests=held.digests[expand_ranges(held.first[chosen], held.count[chosen])],
+        sums=held.sums[chosen],
+        names=[names[file] for file in files],
+        sizes=[held.sizes[file] for file in files],
+    )
+    return plan._replace(chunks=PlannedRows(*(column[~is_linked] for column in plan.chunks))), linked
+
+
+class _Held:
+    """What the files of an earlier save hold of a plan's chunks: a row for each chunk."""
+
+    def __init__(self, table: ShardTable, chunks: PlannedRows, earlier: Earlier, options: Options) -> None:
+        """Find the chunks by tensor and box. Raises a HoldfastError if an earlier file can't be read."""
+        rows = len(chunks.row)
+        self._table, self._chunks, self._store = table, chunks, LocalStore(earlier.folder)
+        self.file = np.full(rows, -1, np.int64)
+        """Row of the file that holds a chunk, if it is unchanged; else -1."""
+        self.position = np.zeros(rows, np.int64)
+        self.first, self.count = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        """The rows of a chunk's digests."""
+        self.sums = np.zeros((rows, 2), "<u8")
+        self.sizes: list[int] = []
+        self._paths: list[str] = []
+        self._names: list[str] = []
+        self._origins: list[str] = []
+        """The name, without folder, that each file had where it was written."""
+        digests, shared = list[Array](), False
+        for written in earlier.files:
+            columns = self._index(written)
+            shared |= columns.shared
+            chunk = np.flatnonzero((row := _rows_of(columns, table, chunks)) >= 0)
+            if options.fingerprint and not len(columns.fingerprint_first):
+                chunk = chunk[:0]
+            row = row[chunk]
+            self.file[chunk] = columns.file[row] + len(self._paths)
+            self.position[chunk] = columns.position[row]
+            counts = counts_of(columns.digest_end)
+            self.first[chunk] = (columns.digest_end - counts)[row] + sum(map(len, digests))
+            self.count[chunk] = counts[row]
+            if options.fingerprint:
+                self.sums[chunk, 0] = columns.fingerprint_first[row]
+                self.sums[chunk, 1] = columns.fingerprint_second[row]
+            digests.append(columns.digests)
+            own, *links = columns.file_names
+            before = own.removesuffix(".safetensors") + "-"
+            self._names += columns.file_names
+            self._paths += [os.path.join(earlier.folder, name) for name in columns.file_names]
+            self._origins += [own.removeprefix(f"{DATA}/"), *(name.removeprefix(before) for name in links)]
+            self.sizes += columns.file_size.tolist()
+        self.digests: Array = np.concatenate(digests)
+        if shared:  # tensors that are not tied any more: only one of them keeps these bytes
+            _, one = np.unique(np.stack([self.file, self.position]), axis=1, return_index=True)
+            self.file[np.isin(np.arange(rows), one, invert=True)] = -1
+
+    def _index(self, written: WrittenFile) -> Columns:
+        with closing(self._store.open(written.name)) as reader:
+            stop = written.index_start + written.index_size
+            return embedded_index(reader, written.index_start, stop, reader.path).embedded()
+
+    def compare(self, threads: int, progress: ReportBytes) -> None:
+        """Compare the digests, and let `file` be -1 where they differ."""
+        chunks, lock = self._chunks, threading.Lock()
+        found = np.flatnonzero(self.file >= 0)
+        addresses = simple_addresses(self._table, chunks)
+        nbytes, blocks = chunks.nbytes.tolist(), chunks.block.tolist()
+
+        def is_same(index: int) -> bool:
+            first = int(self.first[index])
+            wanted = self.digests[first : first + int(self.count[index])].tolist()
+            if addresses[index]:
+                same: bool = (
+                    digest((ctypes.c_ubyte * nbytes[index]).from_address(addresses[index])) == wanted[0]
+                )
+                return same
+            source = ChunkSource(self._table, chunks, index, nbytes[index], blocks[index])
+            # Of a chunk that has changed, mostly one block is read.
+            return all(digest(source.one_block(number)) == value for number, value in enumerate(wanted))
+
+        def work(part: tuple[int, int]) -> None:
+            for number, index in enumerate(found[slice(*part)].tolist()):
+                if not is_same(index):
+                    self.file[index] = -1
+                if number % 64 == 0:
+                    with lock:  # `progress` belongs to the caller, and may not be thread-safe
+                        progress(0)  # comparing moves no bytes, but the rank is not stalled
+
+        if len(found):
+            on_threads(threads, "holdfast-compare", work, even_ranges(chunks.nbytes[found], threads))
+
+    def check_stored(self, turn: int, progress: ReportBytes) -> None:
+        """Let `file` be -1 for all that lies in files of which a part, read back, is not as it was
+        written."""
+        found, chunks = np.flatnonzero(self.file >= 0), self._chunks
+        places = self.file[found], self.position[found], chunks.nbytes[found], chunks.block[found]
+        blocks = blocks_of(found, *places, (self.first[found], self.count[found], self.digests))
+        for file, (chunk, why) in spot_check(
+            blocks, turn, lambda file: self._store.open(self._names[file]), progress
+        ).items():
+            if why:
+                log.warning("%s can't be read back, and is not linked again: %s", self._paths[file], why)
+            else:
+                log.warning(
+                    "%s is damaged: it holds other bytes than were written, at least in %r. This save writes "
+                    "anew what it would have linked of it. Steps that share the file are damaged, too: "
+                    "`holdfast verify` of the run names them.",
+                    self._paths[file],
+                    self._table.specs[int(chunks.row[chunk])].name,
+                )
+            self.file[self.file == file] = -1
+
+    def link(self, store: LocalStore, attempt: str) -> dict[int, str]:
+        """Link the files that hold enough; return the names of the links, by the row of the file."""
+        used = np.flatnonzero(self.file >= 0)
+        live = np.bincount(self.file[used], self._chunks.nbytes[used], len(self.sizes))
+        names: dict[int, str] = {}
+        for file in np.argsort(-live, kind="stable")[:LINKS].tolist():
+            # At least half: so a step never takes more than twice its own bytes.
+            if not live[file] or 2 * live[file] < self.sizes[file]:
+                continue
+            name = linked_file(attempt, self._table.rank, self._origins[file])
+            try:
+                store.link(name, self._paths[file])
+                if (entry := store.stat(name)) is None or entry[:2] != (Kind.FILE, self.sizes[file]):
+                    raise StorageError(f"{self._paths[file]} is not as it was written.")
+            except StorageError as error:
+                log.debug("%s: its bytes are written anew: %s", name, error)
+                with suppress(StorageError):
+                    store.delete(name)
+                continue
+            names[file] = name
+        return names
+
+
+def _rows_of(columns: Columns, table: ShardTable, chunks: PlannedRows) -> Array:
+    """Return the row of each planned chunk in an index: the same box of the same tensor, in the same blocks.
+    -1: there is none."""
+    none = np.full(len(chunks.row), -1, np.int64)
+    if not len(columns.file) or not len(none):
+        return none
+    place = {spec: row for row, spec in enumerate(columns.specs())}
+    # Without an offset of its own, a box does not tell one shard from another.
+    late = [offset is not None and offset.start == -1 for offset in table.deferred]
+    tensor = np.where(late, -1, [place.get(spec, -1) for spec in table.specs])
+    dims = max(columns.dims, chunks.offset.shape[1])
+    offset, size = widen(chunks.offset, dims, 0), widen(chunks.size, dims, 1)
+    theirs = widen(columns.offset, dims, 0), widen(columns.size, dims, 1)
+    keys = box_keys(columns.tensor_of_chunk(), *theirs)
+    order = np.argsort(keys)
+    wanted = box_keys(tensor[chunks.row], offset, size)
+    row = order[np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)]
+    is_same = (
+        (columns.tensor_of_chunk()[row] == tensor[chunks.row])
+        & (theirs[0][row] == offset).all(axis=1)
+        & (theirs[1][row] == size).all(axis=1)
+        & (columns.block[row] == chunks.block)
+    )
+    return np.where(is_same, row, -1)

@@ -1,0 +1,306 @@
+"""Plan the load of one rank: which rows of its state the checkpoint fills, and with which of its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast._core.format.columns import Array, Columns
+from holdfast._core.format.limits import bounded_memory
+from holdfast._core.io.file_reader import ReadPlan, plan_read
+from holdfast._core.io.renamed import moved
+from holdfast._core.io.source import Source, rows_of
+from holdfast._core.layout.box import Box, whole
+from holdfast._core.layout.tensor import KINDS, OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
+from holdfast._core.loading.filling import check_filled, refuse_expanded
+from holdfast._core.loading.lazy_state import LazyStates, refuse_empty
+from holdfast._core.loading.numbers import add_wholes
+from holdfast._core.loading.request import SKIP, LoadRequest
+from holdfast._core.loading.rest import remedy, renaming
+from holdfast._core.loading.tied import Tied, rows_read_once
+from holdfast._core.plan.agreement import what
+from holdfast._core.plan.blocks import widen
+from holdfast._core.plan.shard_table import Memory, ShardTable, describe
+from holdfast._core.state.leaf import Leaf
+from holdfast._core.state.memory import BytesMemory, TensorMemory, torch_dtype
+from holdfast._core.state.subclasses import is_dtensor
+from holdfast.errors import MissingTensors, ShapeMismatch
+
+_KEEP = (
+    "The checkpoint has no value of this rank; holdfast.PerRank(value, optional=True) keeps the present one, "
+    "holdfast.PerRank(value, merge=rule) makes one from those of the ranks that saved."
+)
+
+
+class LoadPlan(NamedTuple):
+    """What a rank reads of a checkpoint, and what that fills."""
+
+    wanted: ShardTable
+    """The rows that are read, with names, shapes and dtypes as they are stored."""
+    filled: list[int]
+    """Per row of `wanted`, the leaf that it fills."""
+    blank: list[torch.Tensor]
+    """Tensors that the checkpoint fills only in part; the rest becomes zero."""
+    found: Array
+    """Rows of the checkpoint's index that are read, ascending."""
+    columns: Columns
+    """The same, as columns."""
+    reads: ReadPlan
+    tied: Tied
+    """Rows of `wanted` whose memory is filled with another row."""
+    lazy: LazyStates
+    wholes: dict[int, list[int]]
+    """Leaves of stored objects, and the leaves that are parts of those."""
+    numbers: frozenset[int]
+    """Leaves of tensors without dimensions, where the checkpoint has an object."""
+    scalars: dict[int, torch.Tensor]
+    """Leaves of numbers, where the checkpoint has a tensor without dimensions, and what it is read into."""
+    counts: dict[int, torch.Tensor]
+    """Rows of `wanted` of tensors without dimensions that have another dtype in the state, and those."""
+    tensors: tuple[int, int]
+    """How many tensors are to be filled, and how many of these the checkpoint has, in whatever shape."""
+    absent: tuple[str, ...]
+    """Names of the state that the checkpoint lacks."""
+    missing: tuple[str, ...]
+    """The same, and an optimizer's that stay without a state."""
+    skipped: tuple[str, ...]
+    """Names whose shape differs, which are left as they are."""
+    rows_asked: int
+    names_stored: int
+    step: Any
+
+
+def plan_load(
+    index: Source, request: LoadRequest, leaves: list[Leaf], state: ShardTable, owner: Sequence[int]
+) -> LoadPlan:
+    """Plan what fills the rows of a state. No data is read: errors are found before the first byte goes into
+    the state.
+
+    leaves: those of states that an optimizer lacks are added. owner: per row, its leaf.
+    """
+    table, owners, partly = rows_of(index, state, owner)
+    lazy = LazyStates(request.store.url, leaves, owners, table, request.call.participants)
+    others: dict[int, Memory] = {}
+    if request.on_shape == SKIP:
+        others = _of_other_shapes(index, table, [leaves[leaf] for leaf in owners])
+        lazy.leave_out(
+            [
+                (memory.tensor, table.specs[row].shape)
+                for row, memory in others.items()
+                if isinstance(memory, TensorMemory)
+            ]
+        )
+    # Create what the state lacks first: it adds rows to the table, which are then filled like others.
+    lazy.look(index, request.patterns, request.strict, request.cast)
+    rows = index.find([spec.name for spec in table.specs])
+    of_row = [leaves[leaf] for leaf in owners]
+    gone = [row for row in (rows < 0).nonzero()[0].tolist() if not of_row[row].optional]
+    wholes: dict[int, list[int]] = {}
+    if gone:
+        before = len(table)
+        wholes = add_wholes(index, leaves, owners, table, gone, request.call.participants)
+        rows = np.concatenate([rows, index.find([spec.name for spec in table.specs[before:]])])
+        of_row = [leaves[leaf] for leaf in owners]
+        parts = {leaf for some in wholes.values() for leaf in some}
+        gone = [row for row in gone if owners[row] not in parts]
+    missing, rows_asked = _check_missing(request, index, table, of_row, gone)
+    # Read only this part of the index: of 100,000 tensors a rank mostly wants a few.
+    keep = [row for row in (rows >= 0).nonzero()[0].tolist() if row not in others]
+    found, position = np.unique(rows[keep], return_inverse=True)
+    columns = index.select(found)
+    blank = [state.memory[row].tensor for row in partly]  # type: ignore[attr-defined]
+    wanted = table.take(keep)
+    numbers: set[int] = set()
+    scalars: dict[int, torch.Tensor] = {}
+    counts: dict[int, torch.Tensor] = {}
+    # Few rows: most are stored as the state has them.
+    for at in (~_as_stored(wanted, columns, position)).nonzero()[0].tolist():
+        row, column = keep[at], int(position[at])
+        spec, box, memory = table.specs[row], table.boxes[row], table.memory[row]
+        stored = columns.spec_of(column)
+        if spec.kind == OBJECT and stored.shape == () and isinstance(of_row[row].value, int | float):
+            scalars[owners[row]] = torch.empty((), dtype=torch_dtype(stored.dtype))
+            wanted.put(at, stored, whole(()), TensorMemory(scalars[owners[row]]))
+            continue
+        if stored.kind == OBJECT and spec.kind == TENSOR and spec.shape == ():
+            numbers.add(owners[row])
+            spec, memory = stored, BytesMemory(b"")
+        if spec.kind == OBJECT == stored.kind:
+            assert isinstance(memory, BytesMemory)
+            # The length comes from the file, and may be forged.
+            with bounded_memory(f"The object {spec.name!r} of {request.store.url}"):
+                memory.resize(stored.shape[0])
+            wanted.put(at, spec._replace(shape=stored.shape), whole(stored.shape), memory)
+            continue
+        converts = request.cast or of_row[row].converts
+        if spec.shape == stored.shape == () and isinstance(memory, TensorMemory) and not converts:
+            counts[at] = memory.tensor
+            wanted.put(at, stored, box, TensorMemory(torch.empty((), dtype=torch_dtype(stored.dtype))))
+            continue
+        fitted, part, target = _fit(spec, box, memory, stored, of_row[row], request.cast)
+        if part is not box:
+            blank.append(memory.tensor)  # type: ignore[attr-defined]
+        wanted.put(at, fitted, part, target)
+    reads = plan_read(wanted, position, columns, index.where, index.fetched_for)
+    check_filled(wanted, reads)
+    refuse_expanded(wanted)
+    tied = rows_read_once(wanted, position, columns, index.where)
+    kinds = table.arrays().kind == TENSOR
+    absent = kinds & (rows < 0)
+    absent[gone] = False
+    # Those that are optional, or parts of a stored object, are neither wanted nor filled.
+    wants = kinds.sum() - absent.sum()
+    return LoadPlan(
+        wanted,
+        [owners[row] for row in keep],
+        blank,
+        found,
+        columns,
+        reads.without(tied.rows, wanted),
+        tied,
+        lazy,
+        wholes,
+        frozenset(numbers),
+        scalars,
+        counts,
+        (int(wants), int((kinds & (rows >= 0)).sum())),
+        tuple(missing),
+        (*lazy.missing, *missing),
+        tuple(dict.fromkeys([*(table.specs[row].name for row in others), *lazy.skipped])),
+        rows_asked,
+        index.tensors,
+        index.about.get("step"),
+    )
+
+
+def _check_missing(
+    request: LoadRequest, index: Source, table: ShardTable, of_row: list[Leaf], gone: list[int]
+) -> tuple[list[str], int]:
+    """Refuse rows that the checkpoint lacks. Return the names of those that are left out, and how many rows
+    ask for something."""
+    empty = [table.specs[row].name for row in gone if of_row[row].is_empty()]
+    refuse_empty(request.store.url, empty, index)
+    names = list(dict.fromkeys(table.specs[row].name for row in gone if not of_row[row].is_empty()))
+    if names and request.strict:
+        # All names are read for this error only, to show the nearest one to each.
+        have = index.names()
+
+        def say(name: str) -> str:
+            near = nearest(name, have)
+            return f"{name!r}" + (f" (nearest: {near!r})" if near else "")
+
+        raise MissingTensors(
+            f"{request.store.url} does not hold {len(names)} of the names in the state: "
+            f"{listed(names, say)}.",
+            hint=_renaming(index, table, gone, have)
+            or _quantized({table.specs[row].name: of_row[row] for row in gone}, have)
+            or (_KEEP if all(of_row[row].private for row in gone) else "")
+            or f"It holds {index.tensors} names; leave these out of the load, or pass {request.lenient} to "
+            "load the others.",
+            details={"missing": names[:100]},
+        )
+    return names, len(table) - len(empty)
+
+
+def _renaming(index: Source, table: ShardTable, gone: list[int], have: list[str]) -> str:
+    """Return the hint about names that are stored under others; "" if no renaming helps, or what is stored
+    there is something else."""
+    missing = {table.specs[row].name: table.specs[row] for row in gone}
+    asked = {spec.name for spec in table.specs}
+    mapping, fits = renaming([*missing], [name for name in have if name not in asked])
+    if not mapping:
+        return ""
+    [(theirs, ours)] = mapping.items()
+    stored = {name: moved(name, ours, theirs) for name in missing}
+    rows = {name: index.find_one(other) for name, other in stored.items() if other is not None}
+    found = np.unique([row for row in rows.values() if row >= 0])
+    specs = {spec.name: spec for spec in index.select(found).specs()}
+    alike = all(
+        specs[other].kind == spec.kind and (spec.kind == OBJECT or specs[other].shape == spec.shape)
+        for name, spec in missing.items()
+        if (other := stored[name]) is not None and other in specs
+    )
+    return remedy(mapping, fits, len(missing)) if alike else ""
+
+
+def _quantized(missing: dict[str, Leaf], have: list[str]) -> str:
+    """Return the hint about a tensor that is quantized in the state or in the checkpoint, and plain in the
+    other; "" if none is."""
+    for name, leaf in missing.items():
+        below = [other for other in have if is_dtensor(leaf.value) and other.startswith(f"{name}.")]
+        whole = name.rpartition(".")[0]
+        if below or (whole in have and (leaf.outer is not None or name != leaf.name)):
+            return (
+                f"It holds {whole!r}, which is not quantized there and is here."
+                if not below
+                else f"It holds {name!r} in parts, {listed(below, most=3)}: it is quantized there, not here."
+            ) + (
+                " Some optimizers leave small parts of a parameter plain; load it on a number of ranks that "
+                "leaves it as it was, or leave it out of the load."
+            )
+    return ""
+
+
+def _as_stored(table: ShardTable, columns: Columns, position: Array) -> Array:
+    """Return for each row whether a tensor with its dtype and shape is stored. position: in `columns`."""
+    rows, dims = table.arrays(), max(table.arrays().dims, columns.dims)
+    given = np.stack([rows.kind, rows.dtype, rows.ndim], axis=1)
+    stored = np.stack([columns.kind, columns.dtype, columns.ndim], axis=1)[position]
+    shapes = widen(rows.shape, dims, 1) == widen(columns.shape, dims, 1)[position]
+    alike: Array = (given == stored).all(axis=1) & shapes.all(axis=1) & (given[:, 0] == TENSOR)
+    return alike
+
+
+def _of_other_shapes(index: Source, table: ShardTable, of_row: list[Leaf]) -> dict[int, Memory]:
+    """Return the rows for which a tensor of another shape is stored, each with its memory."""
+    rows = index.find([spec.name for spec in table.specs])
+    there = (rows >= 0).nonzero()[0]
+    found, position = np.unique(rows[there], return_inverse=True)
+    columns = index.select(found)
+    return {
+        row: table.memory[row]
+        for row, at in zip(there.tolist(), position.tolist(), strict=True)
+        if table.specs[row].kind == columns.kind[at] == TENSOR
+        and table.specs[row].shape != columns.shape_of(at)
+        and not of_row[row].fits
+    }
+
+
+def _fit(
+    spec: TensorSpec, box: Box, memory: Memory, stored: TensorSpec, leaf: Leaf, cast: bool
+) -> tuple[TensorSpec, Box, Memory]:
+    """Return the row that a stored tensor fills. Raises ShapeMismatch if it does not fit."""
+    if spec.kind == TENSOR == stored.kind and isinstance(memory, TensorMemory):
+        if (cast or leaf.converts) and spec.dtype != stored.dtype:
+            # Read as it is stored and converted on the way in, so never directly into its memory.
+            memory = TensorMemory(memory.tensor, torch_dtype(stored.dtype))
+            spec = spec._replace(dtype=stored.dtype)
+        if leaf.fits and spec.shape != stored.shape and len(spec.shape) == len(stored.shape):
+            spec, box, memory = _overlap(spec, box, memory, stored.shape)
+    if spec != stored:
+        raise ShapeMismatch(
+            f"{spec.name!r}: the checkpoint holds {what(stored)}, the state wants {describe(spec)}.",
+            hint=f"{KINDS[stored.kind]} and {KINDS[spec.kind]} can't be exchanged."
+            if spec.kind != stored.kind
+            else "holdfast.load(cast=True) converts."
+            if spec.shape == stored.shape
+            else "Build the model as it was saved, or leave it out: holdfast.load(on_shape='skip').",
+            details={"tensor": spec.name},
+        )
+    return spec, box, memory
+
+
+def _overlap(
+    spec: TensorSpec, box: Box, memory: TensorMemory, shape: Dims
+) -> tuple[TensorSpec, Box, TensorMemory]:
+    """Return the part of a shard that a stored tensor of another shape fills; the rest is zeroed."""
+    nothing = Box((0,) * len(shape), (0,) * len(shape))
+    # A row without elements stays: the name counts as found, and nothing is read for it.
+    common = box.intersect(whole(shape)) or nothing
+    part = memory.tensor.detach()
+    if common.volume:
+        part = part[common.relative_to(box.offset).slices()]
+    return spec._replace(shape=shape), common, TensorMemory(part, memory.stored)

@@ -1,0 +1,63 @@
+"""Where the state of a run comes from: a run that goes back to an older step is followed, and not the steps
+that it has left behind."""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast._core.store.base import Store
+from holdfast._core.store.branches import left_behind, version, write_left
+from holdfast._core.store.run_folder import step_of, steps_above
+
+log = logging.getLogger("holdfast")
+
+
+class Origin:
+    """The step that a run was restored from, None for none. It counts until a save is committed."""
+
+    def __init__(self, step: int | None = None) -> None:
+        self.step = step
+        self._above: dict[int, tuple[str, str]] | None = None
+        """The committed steps above it, before any save: their folders and versions."""
+        self._warned = False
+
+    def follow(self, store: Store, step: int) -> None:
+        """Before a commit: if the step is not below the restored one, and not above all that are committed,
+        the run has gone back. Then those above the restored one are left behind.
+
+        A step above all others proves nothing: the restored one may have been loaded for a comparison.
+        """
+        if self._above is None:
+            found = steps_above(store, step if self.step is None else self.step)
+            self._above = {one: (marked.folder, version(store, *marked)) for one, marked in found.items()}
+        newest = max(self._above, default=-1 if self.step is None else self.step)
+        if self.step is not None and step >= self.step:
+            self._leave(store, self._above if newest >= step else {})
+        elif newest > step and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s has step %d, and step %d is saved below it: `latest` and `restore` still take step %d, "
+                "and `keep=` removes step %d first. A run goes back by restore(state, step).",
+                store.url,
+                newest,
+                step,
+                newest,
+                step,
+            )
+
+    def _leave(self, store: Store, above: dict[int, tuple[str, str]]) -> None:
+        before = left_behind(store)
+        # The restored step may have been left behind before.
+        left = {folder: tail for folder, tail in before.items() if step_of(folder) != self.step}
+        left |= {folder: tail for folder, tail in above.values() if tail}
+        if left == before:
+            return
+        write_left(store, left)
+        if above:
+            log.warning(
+                "The run in %s goes back to step %s and leaves %s behind: `latest` and `restore` take steps "
+                "that are saved from now on, and `keep=` removes those left behind first.",
+                store.url,
+                self.step,
+                ", ".join(f"step {one}" for one in sorted(above)),
+            )

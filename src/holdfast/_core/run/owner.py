@@ -1,0 +1,328 @@
+"""Which job saves into a run folder: a lease in a small file, so that a second job gets an error.
+
+Two jobs that save steps into one run folder would delete each other's, as `keep=` removes old steps. So the
+committer writes its job's name into the folder before its first save, renews the file every few seconds, and
+checks before each commit, and before it removes a step, that the folder is still its own.
+
+Another job takes the folder over at once if it is known that the owner has ended: it closed its
+`Checkpoints`, its process is gone from this host, or it was an earlier start of the same job. If that is not
+known, the other job waits until the file has not changed for a while. Clocks of hosts are not compared.
+
+An owner that was taken over gets an error at every later save, and removes nothing any more, until it closes
+its `Checkpoints` and makes a new one. So a job that has taken the folder from an owner that may be alive does
+not delete the file when it closes: the file then says who had the folder last. A file that is gone was
+removed by hand: that is no proof of a takeover, and the owner goes on with a warning.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from weakref import WeakSet, finalize
+
+import msgspec
+
+from holdfast._core.base.options import read_environment
+from holdfast._core.base.threads import start_thread, within
+from holdfast._core.base.values import NO_JSON
+from holdfast._core.format.names import OWNER
+from holdfast._core.ready import ready
+from holdfast._core.roster.process import Identity, this_process
+from holdfast._core.store.base import VERSION_BYTES, NotFound, Store
+from holdfast.errors import Conflict, HoldfastError
+
+log = logging.getLogger("holdfast")
+BEAT = 10.0
+"""Seconds between two renewals of the file."""
+SILENT = 3.5 * BEAT
+"""Seconds without a renewal after which an owner that this host can't observe counts as ended."""
+# A name for this process: a pid may belong to another process later. A fork draws its own.
+_PROCESS = secrets.token_hex(8)
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The content of the file."""
+
+    job: str
+    """The same on all ranks of a job, and different for every other job."""
+    name: str
+    """The launcher's name for the job, which restarts keep; "" if it has none."""
+    restarts: int
+    process: str
+    rank: int
+    host: str
+    machine: str
+    pid: int
+    started: str
+    """By the kernel's clock; distinguishes a later process with the same pid."""
+    since: float
+    """Wall-clock seconds, for people."""
+    beat: int
+    took: bool = False
+    """Whether it, or one before it, took the folder from an owner that was not known to have ended."""
+    ended: bool = False
+    """Whether it has released the folder."""
+    version: str = ""
+    """Random, new at each write: the last bytes of the file identify its version."""
+
+    def __str__(self) -> str:
+        begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"{self.name or 'a job'} (rank {self.rank}, host {self.host}, pid {self.pid}, since {begun})"
+
+
+class Lease:
+    """The ownership of a run folder as this process sees it: one object per folder and process. Only the
+    committer's process holds it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._users: WeakSet[object] = WeakSet()
+        self._lock = threading.Lock()
+        self._mine: Owner | None = None
+        self._thread: threading.Thread | None = None
+        self._calls: SimpleQueue[None] = SimpleQueue()
+        """Wakes the thread. A SimpleQueue, because its `put` may be called by a finalizer at any point of any
+        code."""
+
+    def hold(self, user: object, job: str, rank: int, takeover: bool, tick: Callable[[], None]) -> None:
+        """Make sure that the folder is this job's. Raises Conflict if another job has it, or has taken it
+        over.
+
+        user: an object that needs the folder until `leave`, or until it is garbage-collected.
+        takeover: take it without waiting from an owner that is alive, or not known to have ended; but not
+            again from one that has taken it from this user.
+        tick: called again and again while this waits.
+        """
+        with self._lock:
+            is_new, alone = user not in self._users, not self._users
+            if is_new:
+                self._users.add(user)
+                # Wakes `_beat` if a user is garbage-collected without `leave`. At exit `_give_back` does it.
+                finalize(user, self._calls.put, None).atexit = False
+            owner, tail = self._read()
+            if self._mine is not None and _is_ours(owner):
+                return
+            # This process had the folder. A user that came after it was lost does not go on from before.
+            if self._mine is not None and not (is_new and (alone or takeover)):
+                self._check_lost(owner, job)
+            self._mine = None
+            if owner is not None and not takeover and not _may_take(owner, job, self.store.url):
+                self._wait_for_silence(owner, tick)
+                owner, tail = self._read()
+            took = owner is not None and (owner.took or not _has_ended(owner))
+            # Replace only the version just read: if two jobs take over at once, one of them gets Conflict.
+            self._write(_me(job, rank, took), tail)
+            self._thread = start_thread(self._beat, "holdfast-owner", rank)
+
+    def is_held(self) -> bool:
+        """Return whether the folder is still this process's; False if that is unknown, so that nothing is
+        removed."""
+        with self._lock, suppress(HoldfastError):
+            return _is_ours(self._read()[0])
+        return False
+
+    def leave(self, user: object) -> None:
+        """Remove a user; the last one releases the folder."""
+        with self._lock:
+            self._users.discard(user)
+            if self._users or self._mine is None:
+                return
+            self._give_up()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def _check_lost(self, owner: Owner | None, job: str) -> None:
+        """Raise Conflict if another job has taken the folder from this process, also if it has ended."""
+        if owner is None:
+            log.warning(
+                "%s/%s, which names the job that saves there, is gone or damaged. Whether another job has "
+                "saved there can't be told; this job goes on, and writes it anew.",
+                self.store.url,
+                OWNER,
+            )
+        elif owner.job != job:
+            since = "has ended since" if _has_ended(owner) else "may still be at work"
+            raise Conflict(
+                f"{self.store.url} was taken over by {owner} while this job was at work in it; that job "
+                f"{since}. Nothing was saved or removed.",
+                hint="Give every job a run folder of its own. Once that job has ended, close() and a new "
+                "Checkpoints take the folder back.",
+            )
+
+    def _give_up(self) -> None:
+        mine, self._mine = self._mine, None
+        self._calls.put(None)
+        with suppress(HoldfastError):  # later jobs will see that this process has ended
+            owner, tail = self._read()
+            if not _is_ours(owner):
+                return
+            if mine is not None and mine.took:  # who had it before may be alive, and must not find it free
+                self._publish(msgspec.structs.replace(mine, ended=True), tail)
+            else:
+                self.store.delete(OWNER)
+
+    def _wait_for_silence(self, owner: Owner, tick: Callable[[], None]) -> None:
+        """Wait until an owner that this host can't observe stops renewing. Raises Conflict if it is alive."""
+        log.warning(
+            "%s belongs to %s, which can't be seen from here. It is taken over if that gives no sign of life "
+            "for %.0f s.",
+            self.store.url,
+            owner,
+            SILENT,
+        )
+        ends = time.monotonic() + SILENT
+        while time.monotonic() < ends:
+            tick()
+            time.sleep(min(1.0, SILENT / 10))
+            current, _ = self._read()
+            if current is None or current.ended:
+                return  # it has just released the folder
+            if (current.process, current.beat) != (owner.process, owner.beat):
+                raise _refusal(current, self.store.url)
+
+    def _beat(self) -> None:
+        while True:
+            with suppress(Empty):
+                self._calls.get(timeout=BEAT)
+            with self._lock:
+                # Released; or a later `hold` has started another thread.
+                if self._mine is None or self._thread is not threading.current_thread():
+                    return
+                if not self._users:  # all were garbage-collected without `leave`
+                    self._give_up()
+                    return
+                try:
+                    owner, tail = self._read()
+                    if not _is_ours(owner):
+                        return  # the next save raises Conflict, or writes a file that was removed
+                    self._write(msgspec.structs.replace(self._mine, beat=self._mine.beat + 1), tail)
+                except Conflict:
+                    return
+                except HoldfastError as error:
+                    # The next beat tries again: SILENT allows two failures in a row.
+                    log.warning("The owner of %s could not be written: %s", self.store.url, error)
+
+    def _read(self) -> tuple[Owner | None, bytes | None]:
+        """Read the owner and the version of the file; a damaged file belongs to nobody."""
+        try:
+            reader = self.store.open(OWNER)
+        except NotFound:
+            return None, None
+        with closing(reader):
+            # Bounded, because the file may be damaged; an owner takes a few hundred bytes.
+            data = reader.read(0, 1 << 16)
+        try:
+            return msgspec.json.decode(data, type=ready(Owner)), data[-VERSION_BYTES:]
+        except NO_JSON:
+            return None, data[-VERSION_BYTES:]
+
+    def _write(self, owner: Owner, replacing: bytes | None) -> None:
+        self._publish(owner, replacing)
+        self._mine = owner
+
+    def _publish(self, owner: Owner, replacing: bytes | None) -> None:
+        # `version` is the last field, so it is at the end of the file, where `publish` compares versions.
+        owner = msgspec.structs.replace(owner, version=secrets.token_hex(VERSION_BYTES))
+        self.store.publish(OWNER, msgspec.json.encode(owner), replacing)
+
+
+def _me(job: str, rank: int, took: bool) -> Owner:
+    who, env = this_process(rank), read_environment()
+    return Owner(
+        job,
+        env.job,
+        env.restarts,
+        _PROCESS,
+        rank,
+        who.host,
+        who.machine,
+        who.pid,
+        who.started,
+        time.time(),
+        0,
+        took,
+    )
+
+
+def _is_ours(owner: Owner | None) -> bool:
+    return owner is not None and owner.process == _PROCESS and not owner.ended
+
+
+def _has_ended(owner: Owner) -> bool:
+    """Return whether it is known that the owner has ended, or has released the folder."""
+    return owner.ended or _lives(owner) is False
+
+
+def _may_take(owner: Owner, job: str, url: str) -> bool:
+    """Return whether the owner is this job, or is known to have ended. Raises Conflict if it is alive."""
+    env = read_environment()
+    if owner.job == job or owner.ended:
+        return True
+    alive = _lives(owner)
+    if alive:  # whatever its name is: two jobs can have the same
+        raise _refusal(owner, url)
+    # torchrun and Slurm end one start of a job before they begin the next.
+    return alive is False or bool(owner.name and owner.name == env.job and owner.restarts < env.restarts)
+
+
+def _lives(owner: Owner) -> bool | None:
+    """Return whether the owner's process is alive; None if this host can't tell."""
+    who = Identity(0, pid=owner.pid, machine=owner.machine, started=owner.started)
+    if not who.is_of_this_machine():
+        return None
+    me = this_process(0)
+    if (who.pid, who.started) == (me.pid, me.started):
+        # `exec` keeps pid and start time, and a fork has another pid: so unless the owner is this program, it
+        # is the one that this process ran before.
+        return owner.process == _PROCESS
+    return bool(who.state())
+
+
+def _refusal(owner: Owner, url: str) -> Conflict:
+    return Conflict(
+        f"The run folder {url} belongs to another job that is at work: {owner}. Nothing was saved: two jobs "
+        "in one folder delete each other's steps.",
+        hint="Give every job a run folder of its own; or end that job, or pass takeover=True, which makes "
+        "that job's saves fail.",
+    )
+
+
+_leases: dict[str, Lease] = {}
+_known = threading.Lock()
+
+
+def lease_of(store: Store) -> Lease:
+    """Return this process's lease object of a folder."""
+    with _known:
+        if not _leases:
+            atexit.register(_give_back)  # Holdfast's saves have ended then (`exits`)
+        return _leases.setdefault(store.url, Lease(store))
+
+
+def _give_back() -> None:
+    """Release all leases at the end of the process, as far as storage answers."""
+    for lease in list(_leases.values()):
+        for user in list(lease._users):
+            with suppress(HoldfastError):
+                # Storage may not answer, but the process must be able to end.
+                within(5.0, f"giving back {lease.store.url}", partial(lease.leave, user))
+
+
+def _forked() -> None:
+    """Forget all leases in a fork, which holds none."""
+    global _PROCESS
+    _PROCESS = secrets.token_hex(8)
+    for lease in _leases.values():  # a thread of the parent may hold the lock
+        lease._lock, lease._mine, lease._thread = threading.Lock(), None, None
+    _leases.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,76 @@
+"""A state taken apart: its leaves, each with a name and a way to replace its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast._core.layout.patterns import Patterns
+from holdfast._core.state.live import LiveSource
+
+
+class Rule(NamedTuple):
+    """How the value of this rank is made from other ranks' values (`PerRank(merge=)`)."""
+
+    name: str
+    """With this rank in it."""
+    merge: Callable[[Mapping[int, Any]], Any]
+    value: object
+    """The present value."""
+    states: Mapping[int, object]
+    """The states of stateful values in it, by the `id` of each value."""
+
+
+@dataclass(slots=True)
+class Leaf:
+    """One value of the state: its name, and a function that replaces it."""
+
+    name: str
+    value: Any
+    put: Callable[[Any], None]
+    optional: bool = False
+    private: bool = False
+    """Whether it belongs to this rank (PerRank): no other rank holds the name."""
+    rule: Rule | None = None
+    """What makes it, together with the other leaves of this rule, if it was saved by other ranks."""
+    converts: bool = False
+    """Whether a load converts another dtype to this tensor's, as torch DCP and Megatron do."""
+    fits: bool = False
+    """Whether a load fills the overlap of the stored shape and this tensor's, and zeroes the rest: for a
+    vocabulary that is padded differently."""
+    source: LiveSource | None = None
+    """If its container is live: notified once a load has filled it."""
+    outer: torch.Tensor | None = None
+    """The wrapper tensor that this one is a part of."""
+    patterns: Patterns = (None, None)
+    """If it is an optimizer's state: which parts of it are selected."""
+    made: bool = False
+    """Whether a load has created its tensor, to replace one on the meta device."""
+
+    def is_empty(self) -> bool:
+        return type(self.value) is dict and not self.value
+
+
+@dataclass
+class Flat:
+    """A state as leaves."""
+
+    leaves: list[Leaf] = field(default_factory=list)
+    containers: dict[str, type[str] | type[int]] = field(default_factory=dict)
+    """The dicts and lists that were walked, by name: whether their parts have names or numbers."""
+    states: dict[int, object] = field(default_factory=dict)
+    """What stateful values have returned as their states, by the `id` of each value."""
+    after: list[tuple[list[Leaf], Callable[[], None]]] = field(default_factory=list)
+    """To call after everything is loaded: load_state_dict of stateful values, innermost first, each with the
+    leaves of its value."""
+
+    def path(self, name: str) -> tuple[str | int, ...]:
+        """Return the keys that lead to a name; one only, if its container is unknown here."""
+        end = len(name)
+        while (end := name.rfind(".", 0, end)) >= 0:
+            if (kind := self.containers.get(name[:end])) is not None:
+                return (*self.path(name[:end]), kind(name[end + 1 :]))
+        return (name,)

@@ -1,0 +1,271 @@
+"""The structure of nested values: which are walked, the names of their parts, and how to build them again.
+
+Names alone don't tell a list from a dict with numbers as keys, nor which class wraps `codes` and `scale`. A
+state that is filled in place does not need to know. An optimizer's state that a load has to create is stored
+with a description of its containers, if it has any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from typing import Any, Protocol, TypeAlias, TypeGuard
+
+import torch
+
+from holdfast._core.base.values import Json
+from holdfast._core.format.records import fields_of, is_record
+from holdfast._core.state.live import ParameterState, StateDict
+from holdfast._core.state.subclasses import allowed_type, inner_tensors, is_wrapper, same_memory, type_name
+from holdfast._core.state.tensors import PerRank, Shard
+from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError
+
+STRUCTURE = "__structure__"
+"""The name of the description of a nested state, under the state's own name."""
+LEAF = 0
+"""The description of a value that is stored as it is."""
+Description: TypeAlias = Json
+"""LEAF, or a list that begins with the kind of a container. `describe` makes it; one from a checkpoint may be
+invalid."""
+_ABSENT = object()
+
+
+class Stateful(Protocol):
+    """An object with a state: modules, optimizers, schedulers, data loaders."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> object: ...
+
+
+def join(name: str, key: object) -> str:
+    """Return the name of a part: the path to it, joined by dots."""
+    if not isinstance(key, str | int | float | bool | tuple) and key is not None:
+        raise BadInput(f"A dict under {name!r} has the key {key!r}; names are made of text and numbers.")
+    text = str(key)
+    return f"{name}.{text}" if name else text
+
+
+def is_stateful(value: object) -> TypeGuard[Stateful]:
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def has_tensors(value: object) -> bool:
+    """Return whether a value contains tensors. Only then is a list split into its items."""
+    # Values that are filled in place; a list of plain values is replaced as one object.
+    if isinstance(value, torch.Tensor | torch.Generator | Shard | PerRank | ParameterState) or is_stateful(
+        value
+    ):
+        return True
+    if isinstance(value, Mapping):
+        return any(has_tensors(v) for v in value.values())
+    if is_dataclass(value) and not isinstance(value, type):
+        return is_record(value) and any(has_tensors(part) for _, part in fields_of(value))
+    return isinstance(value, list | tuple) and any(has_tensors(v) for v in value)
+
+
+def is_nested(state: StateDict, parameter: torch.Tensor) -> bool:
+    """Return whether a parameter's state has more than plain names with tensors and values. None may become
+    anything."""
+    return any(
+        type(key) is not str or "." in key or value is None or describe(value, parameter) != LEAF
+        for key, value in state.items()
+    )
+
+
+def is_empty(value: object) -> bool:
+    """Return whether a value is an empty container. Its description says all of it."""
+    # By its keys: a TensorDict is a mapping, but has no truth value, and its length is its batch size.
+    container = value.keys() if isinstance(value, Mapping) else value
+    return isinstance(value, Mapping | list | tuple) and not container
+
+
+def describe(value: object, parameter: torch.Tensor | None = None) -> Description:
+    """Return the containers of a value as a plain value: `["dict", [[key, part], ...]]`, `["list", [part,
+    ...]]`, and so on.
+
+    parameter: whose state it is. Tensors whose strides are neither its own nor row-major are described, too.
+    """
+    if isinstance(value, torch.Tensor):
+        return _describe_tensor(value, parameter)
+    if isinstance(value, Mapping):
+        return ["dict", [[key, describe(part, parameter)] for key, part in value.items()]]
+    if isinstance(value, list | tuple) and (not value or has_tensors(value)):
+        return [
+            "tuple" if isinstance(value, tuple) else "list",
+            [describe(part, parameter) for part in value],
+        ]
+    return LEAF
+
+
+def _describe_tensor(value: torch.Tensor, parameter: torch.Tensor | None) -> Description:
+    if type(value) is torch.Tensor:
+        # `build` makes row-major tensors anyway; a slice of a larger tensor need not get its strides again.
+        if value.layout is not torch.strided or value.is_contiguous() or not _is_dense(value):
+            return LEAF
+        as_parameter = parameter is not None and (parameter.shape, parameter.stride()) == (
+            value.shape,
+            value.stride(),
+        )
+        return LEAF if as_parameter else ["strides", list(value.stride())]
+    if not is_wrapper(value):
+        return LEAF
+    parts = [[name, describe(inner)] for name, inner in inner_tensors(value)]
+    context = _plain(value.__tensor_flatten__()[1])  # type: ignore[attr-defined]
+    return ["tensor", type_name(value), parts, context, list(value.shape), list(value.stride())]
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Return whether the elements fill the tensor's memory, each once, in some order of its axes."""
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _plain(context: object) -> object:
+    """Convert torch.Size to tuple, which can be stored."""
+    if isinstance(context, Mapping):
+        return {key: _plain(part) for key, part in context.items()}
+    if isinstance(context, tuple):
+        return tuple(_plain(part) for part in context)
+    return [_plain(part) for part in context] if isinstance(context, list) else context
+
+
+def nest(values: Mapping[str, object]) -> dict[str, Any]:
+    """Return values as nested dicts, one for each part of their names between dots.
+
+    A state that is stored with a description of its containers is built by that. A name below that of another
+    value stays in one piece. An optimizer's part has the keys of its `state_dict`.
+    """
+    end = f".{STRUCTURE}"
+    described = {name.removesuffix(end): value for name, value in values.items() if name.endswith(end)}
+    made = {name: build(description, name, values) for name, description in described.items()}
+    root: dict[str, Any] = {}
+    for name, value in sorted({**values, **made}.items()):
+        parts = name.split(".")
+        if any(".".join(parts[:count]) in described for count in range(1, len(parts))):
+            continue
+        node = root
+        for count, part in enumerate(parts[:-1]):
+            inner = node.setdefault(part, {})
+            if type(inner) is not dict:
+                parts = parts[count:]
+                break
+            node = inner
+        else:
+            parts = parts[-1:]
+        node[".".join(parts)] = value
+    nodes = [root]
+    while nodes:
+        node = nodes.pop()
+        nodes += [part for part in node.values() if type(part) is dict]
+        if "param_groups" in node and type(node.get("state")) is dict:
+            _as_optimizer(node)
+    return root
+
+
+def _as_optimizer(node: dict[str, Any]) -> None:
+    """Number states as the groups number their parameters. An optimizer's `load_state_dict` also takes states
+    under texts, says nothing, and uses none of them."""
+    groups = node["param_groups"]
+    # torch DCP saves the parts of this list.
+    if type(groups) is dict and sorted(groups) == sorted(map(str, range(len(groups)))):
+        groups = node["param_groups"] = [groups[str(number)] for number in range(len(groups))]
+    if isinstance(groups, list):
+        known = [group.get("params") for group in groups if isinstance(group, dict)]
+        numbers = {
+            str(key): key for keys in known if isinstance(keys, list) for key in keys if type(key) is int
+        }
+        node["state"] = {numbers.get(key, key): part for key, part in node["state"].items()}
+
+
+def build(
+    description: Description, name: str, values: Mapping[str, object], present: object = None
+) -> object:
+    """Build a value from its parts, which are in `values` by their names. What `present` has with the memory
+    of its parts is kept."""
+    try:
+        value = _build(description, name, values, present)
+        return {} if value is _ABSENT else value
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise CorruptCheckpoint(
+            f"The checkpoint says how {name!r} is built, and it can't be built so: {type(error).__name__}: "
+            f"{error}"
+        ) from None
+
+
+def _build(description: Description, name: str, values: Mapping[str, object], present: object) -> object:
+    if description == LEAF:
+        return values.get(name, _ABSENT)
+    kind, *rest = description
+    if kind == "strides":
+        value = values.get(name, _ABSENT)
+        return _restrided(value, tuple(rest[0])) if isinstance(value, torch.Tensor) else value
+    if kind == "tensor":
+        return _build_tensor(name, values, present, *rest)
+    if kind == "dict":
+        parts = {
+            key: _build(part, join(name, key), values, _part_of(present, key, isinstance(present, Mapping)))
+            for key, part in rest[0]
+        }
+        # include= or exclude= may leave out parts; a container without any part is absent, too.
+        there = {key: value for key, value in parts.items() if value is not _ABSENT}
+        return there if there or not parts else _ABSENT
+    if kind not in ("list", "tuple"):
+        raise ValueError(f"{kind!r} is no kind of container")
+    items = [
+        _build(part, join(name, index), values, _part_of(present, index, isinstance(present, list | tuple)))
+        for index, part in enumerate(rest[0])
+    ]
+    if items and all(item is _ABSENT for item in items):
+        return _ABSENT
+    items = [None if item is _ABSENT else item for item in items]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _restrided(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return the same elements with the strides that they were saved with: only then matrix products are
+    bitwise the same."""
+    if value.stride() == strides or not value.numel():
+        return value
+    made = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    if not _is_dense(made):
+        raise ValueError(f"strides {strides} of a tensor of shape {tuple(value.shape)}")
+    return made.copy_(value)
+
+
+def _part_of(value: Any, key: object, is_container: bool) -> object:
+    """Return the present value under a key; None if there is none."""
+    try:
+        return value[key] if is_container else None
+    except LookupError:
+        return None
+
+
+def _build_tensor(
+    name: str, values: Mapping[str, object], present: object, path: str, parts: Description, *about: Any
+) -> object:
+    context, shape, stride = about
+    there = dict(inner_tensors(present)) if is_wrapper(present) else {}
+    inner = {
+        attribute: _build(part, join(name, attribute), values, there.get(attribute))
+        for attribute, part in parts
+    }
+    if any(value is _ABSENT for value in inner.values()):
+        return _ABSENT
+    # All parts were filled in place: the present wrapper has its new value, and references to it stay valid.
+    if inner.keys() == there.keys() and all(
+        inner[key] is there[key] or same_memory(inner[key], there[key]) for key in inner
+    ):
+        return present
+    kind = allowed_type(path, name)
+    return kind.__tensor_unflatten__(inner, context, torch.Size(shape), tuple(stride))

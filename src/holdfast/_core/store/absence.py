@@ -1,0 +1,226 @@
+"""Why a place holds no checkpoint, and what to do. No torch, no NumPy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from difflib import get_close_matches
+
+from holdfast._core.format.names import DATA, INDEX, LEFT, METADATA, OWNER, SLICE, TRAINER_STATE, is_fetched
+from holdfast._core.store.base import FOLDERS, Store
+from holdfast._core.store.local import LocalStore
+from holdfast._core.store.run_folder import (
+    LOOKED_AT,
+    all_step_folders,
+    is_only_marked,
+    newest_steps,
+    other_checkpoints,
+    step_of,
+)
+from holdfast.errors import HoldfastError
+
+_SHOWN = 5
+_COMPARED = 1000
+"""Names that are compared with one that may be mistyped."""
+
+
+def explain_absence(store: Store) -> tuple[str, str]:
+    """Return the sentence and a hint for a place that has no index."""
+    why, hint = _why(store)
+    return f"{store.url} holds no committed checkpoint: {why}.", hint
+
+
+def explain_fresh_start(store: Store) -> str:
+    """Say what a run folder without checkpoints holds instead; for a run that begins from scratch."""
+    fresh = f"No step is restored from {store.url}, so the run starts fresh"
+    if store.stat() is None:
+        return f"{fresh}: the folder does not exist{_near(store)}."
+    names = [name for name in store.list() if name not in (OWNER, LEFT)]
+    shown = ", ".join(
+        f"{name} (never committed)" if step_of(name.rstrip("/")) is not None else name
+        for name in names[:_SHOWN]
+    )
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{fresh}: the folder " + (f"holds {shown}{more}." if names else "is empty.")
+
+
+def _near(store: Store) -> str:
+    """Name the folder with the most similar name: the path may be mistyped."""
+    # The url of another kind of store is not a path whose parent could be opened.
+    if not isinstance(store, LocalStore):
+        return ""
+    parent, name = os.path.split(store.url)
+    near: list[str] = []
+    with suppress(HoldfastError):  # a folder that this user may not list
+        folders = [other[:-1] for other in LocalStore(parent).list() if other.endswith("/")]
+        near = get_close_matches(name, folders[:_COMPARED], 1)
+    return f", but {parent} has {near[0]!r}" if near else ""
+
+
+def _why(store: Store) -> tuple[str, str]:
+    entry = store.stat()
+    if entry is None:
+        return _missing(store)
+    if entry.kind not in FOLDERS:
+        return "it is a file, not a folder", "Give the folder that the index lies in."
+    names = store.list()
+    if SLICE in names:
+        return (
+            "it is what `holdfast fetch` took of one, or of a published model, for some ranks",
+            "holdfast.load and holdfast.megatron.load read it on these ranks; else give the whole folder.",
+        )
+    if METADATA in names:
+        if is_only_marked(store):
+            return (
+                f"it holds only the marker that Holdfast leaves beside one, a {METADATA} without an {INDEX}",
+                "The index was removed or not copied; `holdfast reindex` makes one from the data files, if "
+                "they are there.",
+            )
+        return (
+            "it is one of torch DCP or megatron-core, not of Holdfast",
+            f"holdfast.load, holdfast.open and `holdfast inspect` read it as it is; `holdfast import "
+            f"torch_dist {store.url} OUT` makes one of Holdfast.",
+        )
+    if all_step_folders(store):
+        return _run(store)
+    if f"{DATA}/" in names:
+        if any(is_fetched(name) for name in store.list(DATA)):
+            return (
+                "a fetch was begun here, and has not ended",
+                "Run the same `holdfast fetch` again: it goes on with what is there.",
+            )
+        return (
+            f"there are data files, but no {INDEX}, so a save failed, or is still under way",
+            "`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover "
+            "this one.",
+        )
+    model = explain_model(store)
+    if model is not None and any(map(_PUBLISHED[0][0], names)):
+        return model
+    nothing = f"there is no {INDEX}", "`holdfast latest RUN` names the newest committed step of a run."
+    return _zero(store, names) or _inside(store, names) or model or (nothing if names else _EMPTY)
+
+
+_EMPTY = "it is an empty folder", "Is the path right, and mounted on this host?"
+
+
+def _zero(store: Store, names: list[str]) -> tuple[str, str] | None:
+    """Explain a checkpoint of DeepSpeed's, or the folder whose file `latest` names one."""
+    if not any(name.endswith(_ZERO) for name in names):
+        steps = [name for name in names if name.startswith(_ZERO_STEP) and name.endswith("/")]
+        if not steps or not {"latest", "latest_universal"} & set(names):
+            return None
+    return (
+        "it is one of DeepSpeed (ZeRO), not of Holdfast",
+        f"`holdfast import zero {store.url} OUT` makes one of Holdfast, which all calls and commands read.",
+    )
+
+
+_ZERO, _ZERO_STEP = ("_model_states.pt", "_optim_states.pt"), "global_step"
+"""How the files of a ZeRO checkpoint end, and how DeepSpeed names its folder."""
+
+
+def _inside(store: Store, names: list[str]) -> tuple[str, str] | None:
+    """Explain a folder that holds none itself, but folders with checkpoints, or with the steps of runs."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for folder, mark in other_checkpoints(store, names):
+        kinds.setdefault(_MARKED.get(mark, _FOREIGN), []).append(folder)
+    known = {folder for folders in kinds.values() for folder in folders}
+    others = [name[:-1] for name in names if name.endswith("/") and name[:-1] not in known]
+    with suppress(HoldfastError):  # a folder that this user may not list
+        if runs := [name for name in others[:LOOKED_AT] if all_step_folders(store.child(name))]:
+            kinds["a run folder", "run folders"] = runs
+    if not kinds:
+        return None
+    shown = []
+    for kind, folders in kinds.items():
+        folders.sort()
+        more = f", and {len(folders) - _SHOWN} more" if len(folders) > _SHOWN else ""
+        shown.append(f"{', '.join(map(repr, folders[:_SHOWN]))}{more} ({kind[len(folders) > 1]})")
+    first = next(iter(kinds.values()))[0]
+    return f"it is none itself, but holds {' and '.join(shown)}", f"Give such a folder: {store.url}/{first}."
+
+
+_MARKED = {
+    INDEX: ("a checkpoint of Holdfast", "checkpoints of Holdfast"),
+    TRAINER_STATE: ("a checkpoint of a trainer", "checkpoints of a trainer"),
+}
+_FOREIGN = "a checkpoint in another format", "checkpoints in other formats"
+
+
+def explain_model(store: Store) -> tuple[str, str] | None:
+    """Return what a folder of Hugging Face's libraries holds, as a clause, and a hint; None for others."""
+    names = store.list()
+    found = (row for row in _PUBLISHED if any(map(row[0], names)))
+    return next(((why, hint.format(store.url)) for _, why, hint in found), None)
+
+
+_PUBLISHED: tuple[tuple[Callable[[str], bool], str, str], ...] = (
+    (
+        lambda name: name in ("model.safetensors", "model.safetensors.index.json"),
+        "it is a published model, not a checkpoint of Holdfast",
+        "holdfast.load, holdfast.open and `holdfast inspect` read it as it is; `holdfast import hf {} OUT` "
+        "makes a checkpoint of it.",
+    ),
+    (
+        lambda name: name.startswith("adapter_"),
+        "it is an adapter of PEFT's (LoRA) without the model that it belongs to",
+        "Merge it into its model (PEFT: merge_and_unload, then save_pretrained), and give that folder.",
+    ),
+    (
+        lambda name: name.startswith("pytorch_model") and name.endswith((".bin", ".bin.index.json")),
+        "it is a published model whose weights are pickled (pytorch_model.bin), and loading a pickle may run "
+        "code that it holds",
+        "Have transformers write it as safetensors: from_pretrained, then save_pretrained to a new folder.",
+    ),
+    (
+        lambda name: name.endswith(".gguf"),
+        "its weights are in GGUF, the format of llama.cpp, which Holdfast does not read",
+        "Give the folder of the model in safetensors that it was made of.",
+    ),
+    (
+        lambda name: name.endswith(".safetensors"),
+        "it holds safetensors files, and neither model.safetensors nor model.safetensors.index.json, which "
+        "says which of them are the weights",
+        "Copy the index, too, or name the file as transformers_weights in config.json.",
+    ),
+    (
+        lambda name: name == "config.json",
+        "it holds the configuration of a published model without its weights",
+        "Copy model.safetensors, or all files that model.safetensors.index.json names and the index.",
+    ),
+)
+"""What Hugging Face's libraries write: the first of which a file is there."""
+
+
+def _missing(store: Store) -> tuple[str, str]:
+    """Explain a folder that is not there: it may be a step of a run that has others."""
+    parent, name = os.path.split(store.url)
+    # The url of another kind of store is not a path whose parent could be opened.
+    if isinstance(store, LocalStore) and step_of(name) is not None:
+        steps = _newest(LocalStore(parent), _SHOWN)
+        if steps:
+            return (
+                f"it does not exist; the newest committed steps in {parent} are {', '.join(map(str, steps))}",
+                "It was never committed, or it was removed as an old step (keep=, `holdfast prune`).",
+            )
+    return "it does not exist", "Is the path right, and mounted on this host?"
+
+
+def _run(store: Store) -> tuple[str, str]:
+    for folder in _newest(store, 1).values():
+        return (
+            f"it is a run folder, whose newest committed step is {store.url}/{folder}",
+            "Give a step's folder; holdfast.Checkpoints loads the newest step of a run.",
+        )
+    return "it is a run folder, and none of its steps is committed", "`holdfast inspect` shows what there is."
+
+
+def _newest(store: Store, most: int) -> dict[int, str]:
+    """Return the newest committed steps, as far as this process can see them."""
+    try:
+        # Steps that can't be read are left out: this explains an error, and must not replace it.
+        return newest_steps(store, most)
+    except HoldfastError:
+        return {}

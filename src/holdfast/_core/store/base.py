@@ -1,0 +1,237 @@
+"""The storage interface: everything that Holdfast requires of a store.
+
+A store is a folder. Names are relative, with `/`, and never leave it. Every failure is a `StorageError` that
+names the file and the reason; a missing file is `NotFound`. The protocol relies on these promises, which
+`holdfast.testing.StoreContract` checks for any implementation:
+
+- after `Writer.finish` has returned, the file is durable, including its name;
+- `publish` is atomic: a reader, or the next boot, sees all of the old bytes or all of the new ones;
+- of several `publish` calls that replace the same version, one succeeds and the others raise `Conflict`;
+- the error of `publish` tells whether the new version is in place: only if it is not, the data that it refers
+  to is deleted;
+- `create`, `publish` and `delete` follow no links: the target of a link belongs to somebody else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from holdfast._core.base.values import Buffer
+from holdfast.errors import BadInput, StorageError
+
+VISIBLE_WITHIN = 75.0
+"""Seconds that a network file system may take to show another host's file: NFS caches folders for 60."""
+# An index ends with its seal, and the owner file of a run with random text, new for each version. So the ends
+# of two versions differ, and one small read tells them apart.
+VERSION_BYTES = 16
+"""Number of bytes at the end of a published file that tell one version of it from another."""
+
+
+class NotFound(StorageError):
+    """No such file."""
+
+
+class Unsettled(StorageError):
+    """`publish` failed, but the new version is, or may be, in place: its data must not be deleted."""
+
+    @property
+    def in_place(self) -> bool:
+        """True: it is in place, but perhaps not durable. False: that can't be told."""
+        return bool(self.details.get("in_place"))
+
+
+class Kind(Enum):
+    """File type."""
+
+    FILE = "file"
+    FOLDER = "folder"
+    LINK = "link"
+    OTHER = "other"
+
+
+FOLDERS = (Kind.FOLDER, Kind.LINK)
+"""File types that the root folder of a store may have."""
+
+
+class Entry(NamedTuple):
+    """The metadata of a name in a store."""
+
+    kind: Kind
+    size: int
+    modified: float
+    """Seconds since the epoch, by the storage's clock; 0 if it has none."""
+    links: int = 1
+    """Number of hard links to the file."""
+    named: float = 0.0
+    """Time of the last change of its links or content (ctime), by the same clock; 0 if unknown."""
+
+
+class Reader(Protocol):
+    """A file open for reading. Thread-safe."""
+
+    size: int
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return `length` bytes from `start`, or fewer at the end of the file."""
+        ...
+
+    def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
+        """Fill writable buffers one after the other from `start`; return the number of bytes read."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Writer(Protocol):
+    """A new file that is being written; readers do not take it for complete. Thread-safe."""
+
+    def write_at(self, start: int, buffers: Sequence[Buffer]) -> None: ...
+
+    def finish(self) -> None:
+        """Make content and name durable, then close. After a failure the file is abandoned: never retry."""
+        ...
+
+    def discard(self) -> None:
+        """Close and delete. Never raises."""
+        ...
+
+
+class Store(Protocol):
+    """A folder of files, possibly the child of another store.
+
+    `create`, `publish` and `delete` raise a `StorageError` if a folder between the first parent and the file
+    is a link.
+    """
+
+    url: str
+    """Names the folder in messages, and identifies it among all stores of this process and of other ranks."""
+
+    def open(self, path: str) -> Reader: ...
+
+    def create(self, path: str) -> Writer:
+        """Create a file. Raises StorageError if it exists already."""
+        ...
+
+    def publish(self, path: str, data: bytes, replacing: bytes | None) -> None:
+        """Put a small file in place atomically. `replacing` is the last VERSION_BYTES bytes of the version
+        that it may replace, None if there must be none; otherwise raises `Conflict`.
+
+        On return the new version is in place and durable. Raises `Unsettled` if it is, or may be, in place;
+        `Conflict` or another `StorageError` if it is not, and never will be.
+        """
+        ...
+
+    def delete(self, path: str) -> None:
+        """Remove a file, or an empty folder; a missing one is no error.
+
+        A link is removed itself; its target stays.
+        """
+        ...
+
+    def remove(self) -> bool:
+        """Remove this folder itself if it is empty and not a link. Return whether it is gone."""
+        ...
+
+    def stat(self, path: str = "") -> Entry | None:
+        """Return the metadata of a file, folder or link (not of its target); None if it does not exist.
+
+        Without a path: of this folder. Then links are followed, unless it is a child of another store.
+        """
+        ...
+
+    def list(self, folder: str = "") -> list[str]:
+        """Return the names directly in a folder, sorted. Folders, and links to folders, end with `/`. A
+        missing folder is empty.
+
+        A dangling or circular link is listed like a file.
+        """
+        ...
+
+    def child(self, folder: str) -> Store:
+        """Return the store of a folder in this one; the folder need not exist yet."""
+        ...
+
+
+Folder = str | os.PathLike[str] | Store
+"""A folder argument: a path, or a store (`store.local.open_store`)."""
+
+
+def replace_file(store: Store, path: str, data: bytes) -> None:
+    """Put a small file in place atomically, whatever is there; a link is replaced, not followed."""
+    store.publish(path, data, version_of(store, path))
+
+
+def version_of(store: Store, path: str) -> bytes | None:
+    """Return the last bytes of a file, which identify its published version; None if it is not there."""
+    try:
+        reader = store.open(path)
+    except NotFound:
+        return None
+    with closing(reader):
+        return reader.read(max(reader.size - VERSION_BYTES, 0), VERSION_BYTES)
+
+
+def checked(path: str) -> str:
+    """Return a relative path. Raises BadInput if it leaves the store."""
+    # Some names come from indexes, which an attacker may have written.
+    parts = path.split("/")
+    if not path or "\0" in path or path.startswith("/") or any(part in ("", ".", "..") for part in parts):
+        raise BadInput(f"{path!r} is not a path inside a store.")
+    return path
+
+
+class storage_errors:  # noqa: N801, because it is used like a function, as contextlib's own are
+    """Turn OSErrors into StorageErrors that name the file."""
+
+    # A class, as each read and write is inside one, and a generator's context costs four times as much.
+    __slots__ = ("doing", "path")
+
+    def __init__(self, doing: str, path: str) -> None:
+        self.doing, self.path = doing, path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # A StorageError is an OSError itself, and says more than one made here would.
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            raise _as_storage_error(self.doing, self.path, error) from None
+
+
+_FORBIDDEN = "Give this user the right to read it, and to search the folders that it lies in."
+_READING = {errno.EACCES: _FORBIDDEN, errno.EPERM: _FORBIDDEN}
+"""Hints for failed reads, by errno."""
+_WRITING = {
+    errno.EACCES: "Choose a folder that this user can write to.",
+    errno.EPERM: "Choose a folder that this user can write to, and that is not immutable.",
+    errno.EROFS: "Choose a folder that can be written to.",
+    errno.ENOSPC: "Free space there, or prune old steps, and save again.",
+    errno.EDQUOT: "Free space in the quota, or prune old steps, and save again.",
+    errno.EFBIG: "Raise the limit of a file's size (ulimit -f), or set Options(max_file_bytes=) below it.",
+}
+_HINTS = {
+    errno.EMFILE: "Raise this process's limit of open files (ulimit -n).",
+    errno.ENFILE: "Raise the system's limit of open files (fs.file-max).",
+    errno.ENOMEM: "Free memory on this host, or raise the limit of this process or container.",
+    errno.ENAMETOOLONG: "Give a shorter path.",
+    errno.ELOOP: "Mend the link in the path that leads in a circle.",
+    errno.ESTALE: "Try again; if that does not help, mount the network file system anew on this host.",
+}
+"""Hints for failed reads and writes, by errno."""
+
+
+def _as_storage_error(doing: str, path: str, error: OSError) -> StorageError:
+    # ENOTDIR: a part of the path is a file, so nothing of that name can be below it.
+    kind = NotFound if error.errno in (errno.ENOENT, errno.ENOTDIR) else StorageError
+    hints = _HINTS | (_READING if doing in ("Opening", "Reading", "Looking at", "Listing") else _WRITING)
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return kind(
+        f"{doing} {path} failed: {reason}.",
+        hint=hints.get(error.errno or 0, ""),
+        details={"errno": error.errno},
+    )

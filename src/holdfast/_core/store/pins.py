@@ -1,0 +1,97 @@
+"""Pins: no process removes a checkpoint as an old step (`keep=`, `prune --keep`) while another one reads it.
+
+A pin is a shared lock on the index. Who removes a step locks its index alone first, and leaves the step if
+it can't. A lock ends with the process that holds it, so no pin outlives a crash; on NFS it ends with the
+lease of the host. Locks reach other hosts as far as those of the file system do. Where it has none, nothing
+is pinned, and a reader of an old step may find it gone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+
+from holdfast._core.base.deadline import REAL_CLOCK
+from holdfast._core.format.names import INDEX
+from holdfast._core.store.base import Store
+from holdfast._core.store.filesystem import (
+    FIRST_PAUSE,
+    PATIENCE,
+    close_quietly,
+    file_of,
+    inode,
+    is_locked,
+    lock,
+    open_to_lock,
+    unlock,
+)
+from holdfast._core.store.local import LocalReader, LocalStore
+from holdfast.errors import HoldfastError
+
+_PIN = 1
+"""The byte of the index that is locked; the first one is that of publishing."""
+
+
+class Pin:
+    """Keeps the checkpoint in a folder until `close`. Does nothing where there is no index of ours."""
+
+    def __init__(self, store: Store) -> None:
+        self._reader: LocalReader | None = None
+        self._pid = os.getpid()
+        if not isinstance(store, LocalStore):
+            return
+        ends = REAL_CLOCK.now() + PATIENCE
+        with suppress(OSError):  # there is no index, or it can't be read: the reader will say why
+            while self._reader is None and REAL_CLOCK.now() < ends:
+                self._try(store.open(INDEX))
+
+    @property
+    def holds(self) -> bool:
+        return self._reader is not None
+
+    def _try(self, reader: LocalReader) -> None:
+        try:
+            # Looked at after the lock: who removes a step deletes the index while it has the lock, and a save
+            # may just have replaced it.
+            if lock(reader.fd, _PIN) and inode(reader.path, follow=True) == file_of(reader.fd):
+                self._reader = reader
+        finally:
+            if self._reader is None:
+                reader.close()
+                REAL_CLOCK.sleep(FIRST_PAUSE)
+
+    def close(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            # Closing does not unlock it where a fork has inherited the descriptor. The fork itself must not,
+            # when it drops its copy of what holds this.
+            if self._pid == os.getpid():
+                unlock(reader.fd, _PIN)
+            reader.close()
+
+
+def is_pinned(store: Store) -> bool:
+    """Return whether somebody reads the checkpoint in a folder, without locking it."""
+    if not isinstance(store, LocalStore):
+        return False
+    with suppress(HoldfastError), closing(store.open(INDEX)) as reader:
+        return is_locked(reader.fd, _PIN)
+    return False
+
+
+@contextmanager
+def unpinned(store: Store) -> Iterator[bool]:
+    """Yield whether nobody reads the checkpoint in a folder; then nobody begins to, until the block ends."""
+    if not isinstance(store, LocalStore):
+        yield True
+        return
+    try:
+        fd = open_to_lock(f"{store.root}/{INDEX}")
+    except OSError:
+        yield True
+        return
+    try:
+        yield lock(fd, _PIN, alone=True)
+    finally:
+        close_quietly(fd)

@@ -1,0 +1,98 @@
+"""Values of DeepSpeed's files: tensors whose elements lie in several of them, and plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast._core.base.values import Buffer
+from holdfast._core.format.pickle_reader import Record
+from holdfast._core.io.torch_file import StoredTensor
+from holdfast._core.layout.tensor import CODE_OF, DTYPES, Dims
+from holdfast._core.state.memory import torch_dtype
+from holdfast.errors import CorruptCheckpoint
+
+
+class Place(NamedTuple):
+    """Where an element of a tensor lies."""
+
+    rank: int
+    at: int
+    """Its position in that rank's part."""
+    room: int
+    """The elements that follow there, with it."""
+
+
+class Elements:
+    """A tensor whose elements lie in the files of several ranks."""
+
+    def __init__(
+        self,
+        dtype: str,
+        shape: Dims,
+        find: Callable[[int], StoredTensor],
+        place: Callable[[int], Place],
+    ) -> None:
+        """find: returns a rank's part, in which `place` tells where an element lies."""
+        self.dtype, self.shape, self.numel = dtype, shape, math.prod(shape)
+        self.itemsize = DTYPES[CODE_OF[dtype]].size
+        self._find, self._place = find, place
+
+    @classmethod
+    def of(cls, tensor: StoredTensor, shape: Dims) -> Elements:
+        """Return a tensor that one file has, in this shape."""
+        tensor.locate()  # a shape that its file can't fill is refused here
+        return cls(
+            tensor.dtype, shape, lambda rank: tensor, lambda index: Place(0, index, tensor.numel - index)
+        )
+
+    def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
+        """Fill the buffers from byte `start` on. Raises CorruptCheckpoint if a file does not hold them."""
+        position = start
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            while view:
+                place = self._place(position // self.itemsize)
+                length = min(place.room * self.itemsize, len(view))
+                part = self._find(place.rank)
+                if part.dtype != self.dtype:
+                    raise CorruptCheckpoint(f"Rank {place.rank} has {part.dtype}, rank 0 {self.dtype}.")
+                part.read_into(place.at * self.itemsize, [view[:length]])
+                view, position = view[length:], position + length
+        return position - start
+
+    def read(self, first: int, out: torch.Tensor) -> torch.Tensor:
+        """Fill a tensor from element `first` on, as far as there are any, in its own dtype."""
+        count = max(min(self.numel - first, out.numel()), 0)
+        made = torch.empty(count, dtype=torch_dtype(CODE_OF[self.dtype]))
+        if count:
+            self.read_into(first * self.itemsize, [made.view(torch.uint8).numpy()])
+            out.view(-1)[:count].copy_(made)
+        return out
+
+    def whole(self) -> torch.Tensor:
+        return self.read(0, torch.empty(self.shape, dtype=torch_dtype(CODE_OF[self.dtype])))
+
+
+class NotPlain(Exception):
+    """A value contains instances of classes, or is too large for the file. The message says what it is."""
+
+
+def plain(value: object, room: list[int]) -> Any:
+    """Return a value with its tensors read. room: bytes that it may take in memory, which is counted down, so
+    that no sharing of parts in a small file makes a large value."""
+    room[0] -= value.size if isinstance(value, StoredTensor) else 1
+    if room[0] < 0:
+        raise NotPlain("larger than its file")
+    if isinstance(value, StoredTensor):
+        return Elements.of(value, value.shape).whole()
+    if type(value) is dict:
+        return {plain(key, room): plain(item, room) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(item, room) for item in value)  # type: ignore[call-arg, attr-defined]
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    raise NotPlain(f"an instance of {value.kind}" if isinstance(value, Record) else repr(value))

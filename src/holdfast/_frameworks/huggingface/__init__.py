@@ -1,0 +1,1 @@
+"""Functions of frameworks that load and save published weights, replaced."""

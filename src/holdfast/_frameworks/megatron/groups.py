@@ -1,0 +1,91 @@
+"""Parameter groups of optimizers: which saved one belongs to which, and that each has its kind's settings.
+
+megatron-core identifies a group by multipliers, and Muon's groups may have the same ones as Adam's. So a
+group also has a kind: the settings without which its optimizer can't step (Adam's `betas` and `eps`, Muon's
+`momentum`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from holdfast._frameworks.megatron import mcore
+from holdfast.errors import BadInput
+
+
+def find_group(
+    own: mcore.StateDict, groups: list[mcore.StateDict], inner: torch.optim.Optimizer
+) -> mcore.StateDict:
+    """Find the saved parameter group for one of this layout; `is_expert_parallel` may differ.
+
+    groups: the saved ones, the first that fits is taken. inner: the optimizer that `own` belongs to.
+    Raises BadInput if none fits.
+    """
+    keys = [key for key in own if key.removeprefix("pre_") in mcore.GROUP_KEYS]
+    needed = [key for part in _parts(inner) for key in _settings(part) if key in own]
+    of_kind = [group for group in groups if all(key in group for key in needed)]
+    # Without expert parallelism, experts are in dense groups: if no group is equal, only this may differ.
+    for ignored in ((), ("is_expert_parallel",)):
+        wanted = [key for key in keys if key not in ignored]
+        for group in of_kind:
+            if all(group.get(key, own[key]) == own[key] for key in wanted):
+                classes = {key: value for key, value in own.items() if isinstance(value, type)}
+                return {**group, **classes, **{key: own[key] for key in keys}}
+    if groups and not of_kind:
+        lacking = min(
+            ([key for key in needed if key not in group] for group in groups), key=lambda one: len(one)
+        )
+        raise BadInput(
+            f"The checkpoint has no parameter group of {type(inner).__name__}: none has "
+            f"{' and '.join(lacking)}.",
+            hint="Build the optimizer of the kind that was saved, or load the model alone.",
+        )
+    raise BadInput(
+        f"The checkpoint has no parameter group with { {key: own[key] for key in keys} }.",
+        hint="Build the optimizer with the same weight-decay and learning-rate multipliers as when it was "
+        "saved.",
+    )
+
+
+def check_kinds(optimizer: mcore.DistributedOptimizer) -> None:
+    """Raise BadInput if a load has given a group of this optimizer, or of one in a chain, another kind's
+    settings. (Its next step would fail with a KeyError.)"""
+    for inner in _inner(optimizer):
+        for number, group in enumerate(inner.param_groups):
+            if lacking := [key for key in _settings(inner) if key not in group]:
+                raise BadInput(
+                    f"Parameter group {number} of {type(inner).__name__} was loaded without "
+                    f"{' and '.join(lacking)}: the loaded state is that of another kind of optimizer.",
+                    hint="Build the optimizers in the kinds and the order that were saved, or load the model "
+                    "alone.",
+                )
+
+
+def _inner(optimizer: object) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers of PyTorch's kind in one of megatron-core's, or in a chain of them."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None:
+        for part in chained:
+            yield from _inner(part)
+    elif isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        yield from _parts(inner)
+
+
+def _parts(inner: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that step: those in an offloaded one, or the optimizer itself."""
+    parts: list[torch.optim.Optimizer] = getattr(inner, "sub_optimizers", [inner])
+    return parts
+
+
+def _settings(inner: torch.optim.Optimizer) -> list[str]:
+    """Return the settings that a step reads from each group.
+
+    Without switches, which are None or a bool: PyTorch fills in those that a group of an older version lacks.
+    """
+    return [
+        key
+        for key, value in inner.defaults.items()
+        if value is not None and not isinstance(value, bool | str | type)
+    ]

@@ -1,0 +1,87 @@
+"""The folder that a conversion writes: files beside its data, such as configuration, tokenizer and code of a
+model, and what an interrupted call has left there.
+
+Data files are named with a label of what is converted, so the same call knows them again. It begins anew, and
+when it has ended it deletes what was there of those that have not. Nothing can name these files then: the
+index, which comes last, is put in place only if there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from holdfast._core.format.digest import digest, hex_digest
+from holdfast._core.format.names import DATA
+from holdfast._core.io.small_files import read_file
+from holdfast._core.store.base import FOLDERS, Store, replace_file
+from holdfast._core.store.publishing import HIDDEN
+from holdfast._models.views import hub_format as hf
+from holdfast._models.views.hugging_face import read_config
+from holdfast.errors import BadInput, HoldfastError
+
+
+def read_files(base: Store, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the content of those files that are there."""
+    contents = ((name, read_file(base, name, hf.WEIGHTS_INDEX_BYTES)) for name in names)
+    return {name: data for name, data in contents if data is not None}
+
+
+def carried(base: Store, change: Callable[[dict[str, object]], dict[str, object]] = dict) -> dict[str, bytes]:
+    """Return the files that go with a model's weights. change: returns what is written as its
+    configuration."""
+    files = read_files(base, filter(hf.is_carried, base.list()))
+    config = read_config(base) or {}
+    if (changed := change(config)) != config and hf.CONFIG in files:
+        files[hf.CONFIG] = msgspec.json.format(msgspec.json.encode(changed), indent=2)
+    return files
+
+
+def put_files(out: Store, files: Mapping[str, bytes]) -> None:
+    """Put these files in place."""
+    for name, data in files.items():
+        replace_file(out, name, data)
+
+
+def refuse_changed(out: Store, files: Mapping[str, bytes]) -> None:
+    """Raise BadInput if `put_files` would replace a file by another content."""
+    for name, data in files.items():
+        if read_file(out, name, hf.WEIGHTS_INDEX_BYTES) not in (None, data):
+            raise BadInput(
+                f"{out.url} holds another {name} than this call writes.", hint="Give a new folder."
+            )
+
+
+def label_of(*what: object) -> str:
+    """Return a short text that differs if any of these differs."""
+    return hex_digest(digest(repr(what).encode()))
+
+
+def left_in(out: Store, is_mine: Callable[[str], bool], known: Collection[str], what: str) -> list[str]:
+    """Return the files that an interrupted call has left. Raises BadInput if the folder holds anything else.
+
+    is_mine: whether a path is that of such a file. known: names of files of the call that are complete.
+    """
+    entry = out.stat()
+    if entry is not None and entry.kind not in FOLDERS:
+        raise BadInput(f"{out.url} is a file; {what} goes into a new folder.")
+    paths = [name for name in out.list() if name != f"{DATA}/"] + [
+        f"{DATA}/{name}" for name in out.list(DATA)
+    ]
+    left = list(filter(is_mine, paths))
+    others = [path for path in paths if not (is_mine(path) or path in known or path.startswith(HIDDEN))]
+    if others:
+        raise BadInput(
+            f"{out.url} holds {others[0]!r}; {what} goes into a new folder.",
+            hint="Or into that of the same call, with the same arguments, that was interrupted.",
+        )
+    return left
+
+
+def delete(out: Store, paths: Sequence[str]) -> None:
+    """Delete what interrupted calls have left, as far as storage allows."""
+    for path in paths:
+        with suppress(HoldfastError):
+            out.delete(path)

@@ -1,0 +1,251 @@
+"""Fingerprints of a live state, from sums that each rank computes over its own shards, without a gather.
+
+Every holder of a shard sums it, also a declared replica or an undeclared one (plain tensors on data-parallel
+ranks), so that differing replicas are found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from holdfast._core.base.values import Buffer, Message
+from holdfast._core.format.digest import digest, hex_digest
+from holdfast._core.format.fingerprint import box_sums, nothing, text_of
+from holdfast._core.format.names import is_weight
+from holdfast._core.io.raw_read import slabs
+from holdfast._core.layout.box import Box
+from holdfast._core.layout.coverage import first_problem
+from holdfast._core.layout.tensor import DTYPES, OBJECT, Dims, TensorSpec
+from holdfast._core.plan.agreement import what
+from holdfast._core.plan.shard_table import ShardTable, contiguous_at
+from holdfast._core.protocol.call import Call, begin_call
+from holdfast._core.protocol.job import Job
+from holdfast._core.protocol.messages import from_roster
+from holdfast._core.protocol.operation import read_state
+from holdfast._core.protocol.task import CollectiveTask
+from holdfast._core.ready import ready
+from holdfast._core.state.flatten import build_shard_table, flatten, select
+from holdfast._core.state.leaf import Flat
+from holdfast._core.state.memory import CallerStreams
+from holdfast._models.equality.rounding import Numbers, Rounded, RoundedSums, rounded_of
+from holdfast.errors import BadInput, CoverageError, ReplicaMismatch
+
+_SLAB = 16 << 20
+"""Bytes that are copied from a device, or made row-major, at a time."""
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """A 128-bit hash of a tensor's elements, independent of its layout over ranks."""
+
+    dtype: str
+    shape: Dims
+    """The shape of the whole tensor."""
+    value: str
+    """32 hex digits."""
+    rounded: dict[str, Rounded] = {}
+    """dtype name -> the fingerprint of the elements rounded to this dtype, for each floating-point dtype with
+    fewer bits. For comparison with a checkpoint in that dtype."""
+
+
+def fingerprint(
+    state_dict: Mapping[str, object],
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    job: Job | None = None,
+) -> dict[str, Fingerprint]:
+    """Compute the fingerprints of all weights of a state, in any layout over ranks.
+
+    All participants call it and get the same result: a dict from names to fingerprints. It issues no
+    collective and gathers no weights.
+    Equal weights have equal fingerprints on any number of ranks. A save with `Options(fingerprint=True)`
+    stores the same fingerprints in the index.
+
+    state_dict: nested dict, as `holdfast.save` takes it. Optimizer state and objects are left out.
+    include, exclude: shell patterns of names; `model` means everything under it.
+    job: who takes part, and deadlines (`holdfast.Job`).
+
+    Raises BadInput for invalid arguments or states; ReplicaMismatch if ranks hold different data under one
+    name; CoverageError if no rank holds some part of a tensor; RankFailed and DeadlineExceeded for failures
+    of other ranks.
+    """
+    return fingerprint_leaves(lambda rank: flatten(state_dict, rank), begin_call(job), include, exclude)
+
+
+def fingerprint_leaves(
+    collect: Callable[[int], Flat],
+    call: Call,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+) -> dict[str, Fingerprint]:
+    """Take the fingerprints of the leaves that `collect` returns for a rank."""
+    task = _Task(call)
+
+    def read() -> None:
+        leaves = select(collect(call.rank).leaves, include, exclude)
+        task.take(build_shard_table(leaves, call.rank, call.participants)[0])
+
+    task.collect_error = read_state(read, call.rank)
+    return msgspec.convert(task.run(), ready(dict[str, Fingerprint]))
+
+
+_Row = tuple[str, Dims, Dims, bool, tuple[int, int], list[Numbers]]
+"""Name, box, whether it is a declared copy of what another rank holds first, both sums, and the sums of its
+elements in less exact dtypes."""
+
+
+class _RankSums(msgspec.Struct):
+    specs: dict[str, tuple[int, Dims]]
+    """Dtype and shape of what it holds, by name."""
+    rows: list[_Row]
+
+
+class _Task(CollectiveTask):
+    kind = "fingerprint"
+
+    def __init__(self, call: Call) -> None:
+        super().__init__("fingerprint of the state", "memory:fingerprint", call)
+        self._report = _RankSums({}, [])
+
+    def take(self, table: ShardTable) -> None:
+        # An offset that is right if other ranks cut evenly, too, is taken: those that don't raise this error,
+        # and boxes that leave a gap are an error in the end.
+        if any(late is not None and late.start == -1 for late in table.deferred):
+            raise BadInput(
+                "The offsets of some shards are known to all ranks together only; such a state has no "
+                "fingerprint."
+            )
+        self._table = table
+        self._streams = CallerStreams(table)  # on the caller's thread, whose streams these are
+
+    # -- calls of the protocol ----------------------------------------------------------------------
+
+    def contribute(self) -> Message:
+        self._streams.wait()
+        for row, (spec, box) in enumerate(zip(self._table.specs, self._table.boxes, strict=True)):
+            if spec.kind == OBJECT or not is_weight(spec.name):
+                continue
+            self._report.specs[spec.name] = (spec.dtype, spec.shape)
+            replica = self._table.replicas[row]
+            is_copy = replica is not None and replica[0] > 0
+            self._report.rows.append((spec.name, box.offset, box.shape, is_copy, *self._sums(row)))
+        # A digest in place of the rows, because data-parallel ranks mostly have the same rows.
+        return {"rows": hex_digest(digest(msgspec.json.encode(self._report.rows)))}
+
+    def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
+        first: dict[str, int] = {}
+        for rank, message in contributions.items():
+            first.setdefault(message["rows"], rank)
+        wanted = set(first.values())
+        return {rank: {"wanted": rank in wanted} for rank in contributions}
+
+    def execute(self, answer: Message) -> Message:
+        if not answer["wanted"]:
+            self._report.rows.clear()
+        message: Message = msgspec.to_builtins(self._report)
+        return message
+
+    def finish(self, reports: dict[int, Message]) -> Message:
+        whole = _Whole()
+        for rank, message in sorted(reports.items()):
+            whole.add(rank, from_roster(message, _RankSums, rank))
+        answer: Message = msgspec.to_builtins(whole.result())
+        return answer
+
+    def _sums(self, row: int) -> tuple[tuple[int, int], list[Numbers]]:
+        spec, box, memory = self._table.specs[row], self._table.boxes[row], self._table.memory[row]
+        itemsize = DTYPES[spec.dtype].size
+        sums, rounded = nothing(), RoundedSums(spec.dtype)
+        for part in slabs(box, itemsize, _SLAB):
+            inside = part.relative_to(box.offset)
+            start = contiguous_at(box.shape, inside) if memory.address else None
+            if start is not None:  # without a copy
+                size = part.volume * itemsize
+                data: Buffer = (ctypes.c_ubyte * size).from_address(memory.address + start * itemsize)
+            else:
+                data = memoryview(bytearray(part.volume * itemsize))
+                memory.gather(inside, data)
+            sums += box_sums(data, itemsize, part)
+            rounded.add(data, part)
+            self.operation.tick()
+        return (int(sums[0]), int(sums[1])), rounded.numbers()
+
+
+class _Whole:
+    """The sums of all ranks."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, tuple[int, tuple[int, Dims]]] = {}
+        """By name: the first rank that has it, and its dtype and shape there."""
+        self._sums: dict[tuple[str, Box], tuple[int, tuple[int, int], list[Numbers]]] = {}
+        """By name and box: the first rank that has it, and its sums, also in less exact dtypes."""
+        self._boxes: dict[str, dict[Box, int]] = {}
+        """Boxes by name, without declared copies, and of each the first rank that has it."""
+        self._copies: dict[str, dict[Box, int]] = {}
+        """The same of declared copies."""
+
+    def add(self, rank: int, rows: _RankSums) -> None:
+        for name, spec in rows.specs.items():
+            first, known = self._specs.setdefault(name, (rank, spec))
+            if known != spec:
+                texts = [what(TensorSpec(name, *one)) for one in (known, spec)]
+                raise ReplicaMismatch(
+                    f"Ranks disagree on {name!r}: rank {first} holds {texts[0]}, rank {rank} {texts[1]}.",
+                    rank=rank,
+                    details={"tensor": name, "ranks": [first, rank]},
+                )
+        for name, offset, shape, is_copy, mine, rounded in rows.rows:
+            box = Box(offset, shape)
+            first, sums, _ = self._sums.setdefault((name, box), (rank, mine, rounded))
+            (self._copies if is_copy else self._boxes).setdefault(name, {}).setdefault(box, rank)
+            if sums != mine:
+                raise ReplicaMismatch(
+                    f"Ranks {first} and {rank} hold different elements of {name!r}.",
+                    rank=rank,
+                    hint="If every rank has its own value, give it a name of its own.",
+                    details={"tensor": name, "ranks": [first, rank]},
+                )
+
+    def result(self) -> dict[str, Fingerprint]:
+        fingerprints = {}
+        for name in sorted(self._specs):
+            rank, (dtype, shape) = self._specs[name]
+            boxes = self._boxes.get(name, {})
+            self._check_covered(name, shape, [box for box in boxes if box.volume], rank)
+            for box, holder in self._copies.get(name, {}).items():
+                if box not in boxes and box.volume:
+                    raise ReplicaMismatch(
+                        f"Rank {holder} declares a copy of {name!r} at {list(box.offset)}, of shape "
+                        f"{list(box.shape)}, that is cut otherwise than on the ranks that hold it first: the "
+                        "two can't be compared.",
+                        rank=holder,
+                        hint="Replicas must be cut alike.",
+                        details={"tensor": name, "ranks": [rank, holder]},
+                    )
+            parts = [self._sums[name, box] for box in boxes]
+            sums = np.asarray([sums for _, sums, _ in parts], np.uint64).reshape(-1, 2)
+            value = text_of(sums.sum(axis=0, dtype=np.uint64))
+            rounded = rounded_of(dtype, [numbers for _, _, numbers in parts])
+            fingerprints[name] = Fingerprint(DTYPES[dtype].name, shape, value, rounded)
+        return fingerprints
+
+    def _check_covered(self, name: str, shape: Dims, boxes: list[Box], rank: int) -> None:
+        dims = max(len(shape), 1)
+        problem = first_problem(
+            np.asarray([shape or (1,)], np.int64),
+            np.zeros(len(boxes), np.int64),
+            np.asarray([box.offset or (0,) for box in boxes], np.int64).reshape(-1, dims),
+            np.asarray([box.shape or (1,) for box in boxes], np.int64).reshape(-1, dims),
+        )
+        if problem is not None:
+            raise CoverageError(
+                f"The ranks together do not hold {name!r} of shape {list(shape)} just once: {problem.kind} "
+                f"from index {list(problem.place)} on.",
+                rank=rank,
+                hint="Every rank that holds a part must take part, and declare what it holds.",
+                details={"tensor": name},
+            )

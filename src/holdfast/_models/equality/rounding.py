@@ -1,0 +1,126 @@
+"""Elements in a less exact floating-point dtype: torch's cast (to the nearest, of two to the even), and the
+values that it has lost.
+
+The bits of a NaN depend on the device and the instructions that cast it. So every NaN gets the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast._core.base.values import Buffer
+from holdfast._core.format.fingerprint import box_sums, nothing, text_of
+from holdfast._core.layout.box import Box
+from holdfast._core.layout.tensor import DTYPES, FLOATS
+from holdfast._core.state.memory import torch_dtype
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 16
+"""Number of elements rounded at a time; small enough for the cache."""
+LOST = "become infinite", "become zero"
+
+
+class Cast(NamedTuple):
+    """Elements in a less exact dtype."""
+
+    tensor: torch.Tensor
+    lost: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Masks of elements that became infinite, and that became zero; None if the cast lost no bits."""
+    inexact: bool = False
+    """Whether any element changed, lost ones included."""
+    has_nan: bool = False
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> Cast:
+    """Cast elements to a less exact dtype, and report which values the cast lost."""
+    made, nan = tensor.to(dtype), tensor.isnan()
+    bits, has_nan = _BITS[tensor.itemsize], bool(nan.any())
+    # By their bits, because a process may have told its processor to take subnormal numbers for zero.
+    unlike = made.to(tensor.dtype).view(bits) != tensor.view(bits)
+    if has_nan:
+        made, unlike = one_nan(made), unlike & ~nan
+    if not unlike.any():
+        return Cast(made, has_nan=has_nan)
+    return Cast(made, (unlike & made.isinf(), unlike & (made == 0)), True, has_nan)
+
+
+def one_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Return floating-point elements, with the same bits for every NaN."""
+    return tensor.masked_fill(tensor.isnan(), float("nan"))
+
+
+class Rounded(msgspec.Struct, frozen=True):
+    """The fingerprint of a tensor whose elements were rounded to a less exact dtype."""
+
+    value: str
+    """32 hex digits."""
+    inexact: bool
+    """Whether rounding has changed an element."""
+    lost: tuple[str, ...]
+    """How values were lost: "become infinite", "become zero"."""
+    has_nan: bool
+    """Whether any element is NaN. `value` is computed with the same bits for every NaN."""
+
+
+def less_exact_than(code: int) -> tuple[int, ...]:
+    """Return the floating-point dtypes with fewer bits than this one; none for any other dtype."""
+    if code not in FLOATS:
+        return ()
+    return tuple(other for other in FLOATS if DTYPES[other].size < DTYPES[code].size)
+
+
+Numbers = tuple[int, int, int]
+"""Both sums of a box in a less exact dtype, and flags: inexact, has_nan, and those of LOST."""
+
+
+class RoundedSums:
+    """The sums of elements, rounded to each less exact dtype."""
+
+    def __init__(self, code: int) -> None:
+        self._from = code
+        self._found = {other: (nothing(), 0) for other in less_exact_than(code)}
+
+    def add(self, data: Buffer, box: Box) -> None:
+        """Add the elements of a row-major box. data: their bytes."""
+        if not self._found:
+            return
+        tensor = torch.frombuffer(data, dtype=torch_dtype(self._from))
+        pieces = torch.split(tensor, _PIECE)
+        bounds = [tuple(map(float, torch.aminmax(piece.abs()))) for piece in pieces]
+        for code, (sums, flags) in self._found.items():
+            dtype = torch_dtype(code)
+            kind = torch.finfo(dtype)
+            made = tensor.new_empty(box.volume, dtype=dtype)
+            for piece, target, (least, most) in zip(pieces, torch.split(made, _PIECE), bounds, strict=True):
+                # What fits is not lost, and NaN fits into no range. That something is rounded is known soon.
+                if flags & 1 and kind.tiny * kind.eps <= least and most <= kind.max:
+                    target.copy_(piece)
+                    continue
+                one = cast(piece, dtype)
+                target.copy_(one.tensor)
+                flags |= one.inexact | one.has_nan << 1
+                if one.lost is not None:
+                    flags |= sum(bool(mask.any()) << 2 + bit for bit, mask in enumerate(one.lost))
+            sums += box_sums(made.view(torch.uint8).numpy(), DTYPES[code].size, box)
+            self._found[code] = sums, flags
+
+    def numbers(self) -> list[Numbers]:
+        """Return the sums by dtype, for `rounded_of`."""
+        return [(int(sums[0]), int(sums[1]), flags) for sums, flags in self._found.values()]
+
+
+def rounded_of(code: int, boxes: list[list[Numbers]]) -> dict[str, Rounded]:
+    """Return the fingerprints of a tensor by the names of dtypes, of the numbers of all its boxes."""
+    found = {}
+    for place, other in enumerate(less_exact_than(code)):
+        sums, flags = nothing(), 0
+        for first, second, more in (numbers[place] for numbers in boxes):
+            sums += np.asarray([first, second], np.uint64)
+            flags |= more
+        lost = tuple(words for bit, words in enumerate(LOST) if flags & 4 << bit)
+        found[DTYPES[other].name] = Rounded(text_of(sums), bool(flags & 1), lost, bool(flags & 2))
+    return found

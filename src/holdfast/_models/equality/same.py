@@ -1,0 +1,395 @@
+"""Compare the weights of two places, each a checkpoint in any layout, a published model, or a live state.
+
+If both places have fingerprints of a tensor, nothing is read but the indexes and the ends of data files,
+which tell whether these are the files of that index. Otherwise it is read slab by slab, with the name and
+shape that it has in the place that is no published model.
+
+Tensors of two floating-point dtypes are the same if the more exact one, cast to the other dtype, has the same
+bits, any NaN for any NaN, and the cast has lost no value: made none infinite, and none that is not zero zero.
+Of a live state each rank has cast what it holds before it took the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast._core.format.columns import Array
+from holdfast._core.format.fingerprint import box_sums, nothing, text_of
+from holdfast._core.io.raw_read import slabs
+from holdfast._core.layout.box import Box, whole
+from holdfast._core.layout.patterns import refuse_text, selector
+from holdfast._core.layout.tensor import (
+    CODE_OF,
+    DTYPES,
+    FLOATS,
+    Dims,
+    TensorSpec,
+    less_exact,
+)
+from holdfast._core.plan.agreement import what
+from holdfast._core.protocol.call import check_names
+from holdfast._core.state.memory import torch_dtype
+from holdfast._models.equality.rounding import LOST, cast, one_nan
+from holdfast._models.equality.sides import FolderOrFingerprints, FolderSide, LiveSide, Side, open_side
+from holdfast._models.equality.verdict import Same, Unlike
+from holdfast._models.views import hub_format as hf
+from holdfast._models.views.published import published_regions
+from holdfast._tools.checkpoints.comparing import Elements, differences
+from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
+
+
+def same(
+    a: FolderOrFingerprints,
+    b: FolderOrFingerprints,
+    *,
+    where: bool = False,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Same:
+    """Compare the weights in two places bit by bit. This process alone reads them.
+
+    Weights with different floating-point dtypes are compared in the less exact dtype; the result lists them
+    in `converted`. They count as the same if only rounding differs (listed in `rounded`); a value that became
+    infinite or zero is a difference. Other pairs of dtypes can't be compared.
+
+    a, b: a checkpoint of Holdfast, torch DCP or megatron-core in any layout, a run folder (its newest step),
+        the folder of a model in Hugging Face's format, or the result of `fingerprint` on a live state.
+        If one is a published model, the other must have its names, megatron-core's or transformers'.
+    where: also count the differing elements of each tensor, and find the first.
+    include, exclude: shell patterns of names; `decoder.layers` means everything under it.
+    progress: called with the number of bytes read so far.
+
+    Optimizer state and objects are not compared, nor, beside a published model, the padding of a vocabulary.
+    Where fingerprints are used, data files are only checked to be present, complete and of the same
+    save as the index; their data is not read (`holdfast verify` does that).
+
+    Raises BadInput if a place has no weights, no table knows the model, or dtypes can't be
+    compared; NotCommitted, CorruptCheckpoint and StorageError if a place can't be read.
+    """
+    check_names(include=include, exclude=exclude)
+    refuse_text(include=include, exclude=exclude)
+    with ExitStack() as opened:
+        first, second = (open_side(place, opened) for place in (a, b))
+        # A published model does not lead another kind of place, whose fused tensors have none of its names. A
+        # live state leads, because it determines what is read.
+        swapped = (first.published is not None and second.published is None) or (
+            isinstance(second, LiveSide) and not isinstance(first, LiveSide)
+        )
+        lead, other = (second, first) if swapped else (first, second)
+        work = _Comparison(lead, other, where, progress)
+        work.run(selector((include, exclude)))
+    only, unlike = work.only, work.unlike
+    if swapped:
+        only = only[::-1]
+        unlike = [msgspec.structs.replace(one, a=one.b, b=one.a) for one in unlike]
+    return Same(
+        first.where,
+        second.where,
+        not (only[0] or only[1] or unlike),
+        work.equal,
+        tuple(unlike),
+        tuple(sorted(only[0])),
+        tuple(sorted(only[1])),
+        work.converted,
+        work.rounded,
+        work.bytes_read,
+    )
+
+
+class _Region(NamedTuple):
+    box: Box
+    stored: tuple[int, int]
+    """The stored dtype on each side."""
+    dtype: int
+    """The dtype in which the sides are compared."""
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the elements of a side are cast for the comparison."""
+        return set(self.stored) != {self.dtype}
+
+
+class _Pair(NamedTuple):
+    """A tensor to compare, on both sides."""
+
+    specs: tuple[TensorSpec, TensorSpec]
+    """Name, shape and dtype under which it is read from each side."""
+    regions: tuple[_Region, ...]
+    """The boxes to compare: everything except padding."""
+    prints: tuple[str | None, str | None]
+    """Stored fingerprints of exactly these regions; None where unknown."""
+
+
+class _Comparison:
+    """Compares the two sides, under the names of the side that leads."""
+
+    def __init__(self, lead: Side, other: Side, where: bool, progress: Callable[[int], None]) -> None:
+        self._lead, self._other = lead, other
+        self._where, self._progress = where, progress
+        self._live = isinstance(lead, LiveSide)
+        self._view = other.published.view_if_known if other.published is not None else None
+        self.equal = self.bytes_read = 0
+        self.converted: dict[str, str] = {}
+        self.rounded: dict[str, str] = {}
+        self._lost: dict[str, None] = {}
+        """Descriptions of values of the current tensor that a cast lost. A dict used as an ordered set."""
+        self._has_nan = False
+        """Whether a cast value of the current tensor is NaN: casts do not preserve the bits of a NaN."""
+        self.unlike: list[Unlike] = []
+        self.only: tuple[list[str], list[str]] = ([], [])
+
+    def run(self, keep: Callable[[str], bool]) -> None:
+        mine, theirs = self._lead.weights(), self._other.weights()
+        self._refuse_unknown(mine, theirs)
+        prints = self._lead.fingerprints(), self._other.fingerprints()
+        compared = 0
+        for name, spec in mine.items():
+            if not keep(name):
+                self._other.used |= self._parts(spec)  # these are excluded too
+                continue
+            compared += 1
+            if self._goes_with_its_tensor(name, mine, theirs):
+                continue
+            try:
+                pair = self._pair(spec, theirs.get(name), (prints[0].get(name), prints[1].get(name)))
+                if pair is not None:
+                    self._compare(pair)
+            except (BadInput, MissingTensors, ShapeMismatch) as error:  # from a published model
+                if isinstance(error, BadInput) and (self._live or "dtypes" in error.details):
+                    raise
+                self.unlike.append(Unlike(name, what(spec), error.message))
+                self._other.used |= self._parts(spec)  # reported already
+        left = [name for name in theirs if name not in mine and keep(name)]
+        if not compared and not left:
+            raise BadInput("Neither place has a weight that include= and exclude= leave.")
+        # Of a published model only tensors of which no tensor of the other side is made.
+        left = [name for name in left if name not in self._other.used and not self._is_scale(name)]
+        tied = self._other.published.tied if self._other.published is not None else None
+        if tied is not None and tied[0] in left:
+            left.remove(tied[0])
+            self._check_tie(theirs[tied[0]], theirs[tied[1]])
+        self.only[1].extend(left)
+
+    def _refuse_unknown(self, mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]) -> None:
+        """Raise BadInput for a published model that no table knows, beside names that are not its own."""
+        published = self._other.published
+        if published is None or self._view is not None or self._lead.published is not None:
+            return
+        if not mine.keys() & theirs.keys():
+            raise BadInput(
+                f"Whether {self._lead.where} holds the model of {self._other.where} can't be told: no table "
+                f"knows its model_type {published.config.get('model_type')!r}, and the two have no name in "
+                f"common, such as {min(mine)!r} and {min(theirs)!r}.",
+                hint="docs/huggingface.md shows how to add a table.",
+            )
+
+    @staticmethod
+    def _goes_with_its_tensor(
+        name: str, mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]
+    ) -> bool:
+        """Return whether these are the scales of a tensor that the other place has without scales."""
+        base = name.removesuffix(hf.SCALES)
+        return base != name and name not in theirs and base in mine and base in theirs
+
+    def _is_scale(self, name: str) -> bool:
+        """Return whether these are the scales of a tensor that was compared."""
+        bases = (name.removesuffix(hf.SCALES), name.removesuffix("_scales") + "_blocks")
+        return any(base != name and base in self._other.used for base in bases)
+
+    def _check_tie(self, output: TensorSpec, embedding: TensorSpec) -> None:
+        """Check that the published output weight equals the embedding, in a model that ties them."""
+        if embedding[1:] == output[1:]:
+            region = _Region(whole(output.shape), (output.dtype, output.dtype), output.dtype)
+            pair = _Pair((embedding, output), (region,), (None, None))
+            if not self._elements(pair, self._other, self._other)[0]:
+                return
+        self.unlike.append(Unlike(output.name, "the embedding (tie_word_embeddings)", what(output)))
+
+    def _parts(self, spec: TensorSpec) -> set[str]:
+        """Return the published tensors of which a tensor is made; none if its shape does not fit."""
+        if self._view is None or not self._view.knows(spec.name):
+            return set()
+        try:
+            segments = self._view.segments(spec.name, spec.shape, whole(spec.shape))
+            return {segment.name for segment in segments}
+        except (BadInput, ShapeMismatch):
+            return set()
+
+    def _pair(
+        self, spec: TensorSpec, theirs: TensorSpec | None, prints: tuple[str | None, str | None]
+    ) -> _Pair | None:
+        """Decide how to compare a tensor; None if it is already reported and needs no comparison."""
+        folder = self._other.published
+        if theirs is None and (folder is None or self._view is None or not self._view.knows(spec.name)):
+            self.only[0].append(spec.name)
+            return None
+        if theirs is not None:
+            mine, other = self._with_scales(spec, theirs)
+            stored = [(other.dtype, whole(other.shape))]
+        else:
+            assert folder is not None
+            mine, other, stored = spec, spec, published_regions(folder, spec)
+        if mine.shape != other.shape:
+            text = what(other._replace(dtype=stored[0][0]))
+            self.unlike.append(Unlike(spec.name, what(mine), text))
+            return None
+        dtypes = [less_exact(mine.dtype, dtype) for dtype, _ in stored]
+        if None in dtypes:
+            raise self._of_two_dtypes(spec.name, mine.dtype, stored[dtypes.index(None)][0])
+        regions = [
+            _Region(box, (mine.dtype, had), dtype)
+            for dtype, (had, box) in zip(dtypes, stored, strict=True)
+            if dtype is not None
+        ]
+        casts = {region.dtype: None for region in regions if region.is_cast}
+        if isinstance(self._lead, LiveSide):
+            # A fingerprint of a live state includes its padding; zeros do not change it. It is of one dtype.
+            # Parts of several dtypes are read in the most exact of them.
+            had = min((had for had, _ in stored), key=(*FLOATS, *range(len(DTYPES))).index)
+            (dtype, *more) = {region.dtype for region in regions} or {mine.dtype}
+            if more or (dtype != mine.dtype and self._lead.rounded(spec.name, dtype) is None):
+                raise self._of_two_dtypes(spec.name, mine.dtype, had)
+            regions = [_Region(whole(mine.shape), (mine.dtype, had), dtype)]
+        if casts:
+            self.converted[spec.name] = ", ".join(DTYPES[code].name for code in casts)
+        if theirs is None:
+            other = spec._replace(dtype=stored[0][0])
+        # A stored fingerprint covers the whole tensor in its stored dtype.
+        known = [
+            value
+            if as_read == as_stored
+            and [region[::2] for region in regions] == [(whole(as_read.shape), as_read.dtype)]
+            else None
+            for value, as_read, as_stored in zip(prints, (mine, other), (spec, theirs), strict=True)
+        ]
+        return _Pair((mine, other), tuple(regions), (known[0], known[1]))
+
+    def _rounded(self, pair: _Pair) -> tuple[str | None, str | None]:
+        """Return the fingerprints of a pair, those of live elements that were cast included."""
+        prints = list(pair.prints)
+        for place, side in enumerate((self._lead, self._other)):
+            if not isinstance(side, LiveSide) or prints[place] is not None:
+                continue
+            (region,) = pair.regions
+            name, dtype = pair.specs[place].name, region.dtype
+            if (rounded := side.rounded(name, dtype)) is None:
+                raise self._of_two_dtypes(name, *region.stored)
+            prints[place] = rounded.value
+            self._lost.update(dict.fromkeys(rounded.lost))
+            if rounded.inexact:
+                self.rounded[name] = DTYPES[dtype].name
+            if rounded.has_nan:  # the other place is read, where a NaN may have other bits
+                prints[1 - place] = None
+        return prints[0], prints[1]
+
+    def _with_scales(self, spec: TensorSpec, theirs: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
+        """Return how both are read: as stored if their dtypes are equal, else scaled tensors as float32."""
+        if spec.dtype == theirs.dtype:
+            return spec, theirs
+        specs = [
+            one._replace(dtype=CODE_OF["float32"])
+            if side.published is not None and side.published.has(one.name + hf.SCALES)
+            else one
+            for side, one in ((self._lead, spec), (self._other, theirs))
+        ]
+        return specs[0], specs[1]
+
+    def _compare(self, pair: _Pair) -> None:
+        differ, elements, first = False, None, None
+        self._lost.clear()
+        self._has_nan = False
+        mine, theirs = self._rounded(pair)
+        if mine is not None and theirs is not None:
+            differ = mine != theirs
+        elif mine is not None:
+            differ = self._sums(self._other, 1, pair) != mine
+        elif theirs is not None:
+            differ = self._sums(self._lead, 0, pair) != theirs
+        # The bits of a NaN that was cast say nothing beside a fingerprint of bits that were not.
+        unsure = differ and self._has_nan
+        differ = differ or bool(self._lost)
+        if unsure and self._live:
+            raise self._of_two_dtypes(pair.specs[0].name, *pair.regions[0].stored, "has NaN, and ")
+        if (mine, theirs) == (None, None) or unsure or (differ and self._where):
+            differ, elements, first = self._elements(pair, self._lead, self._other)
+        if not differ:
+            self.equal += 1
+            return
+        texts = [self._text(pair, place) for place in range(2)]
+        self.unlike.append(Unlike(pair.specs[0].name, texts[0], texts[1], elements, first))
+
+    def _text(self, pair: _Pair, place: int) -> str:
+        """Describe a tensor in one place, and which values of the other place it can't hold."""
+        spec = pair.specs[place]
+        text = what(spec)
+        if self._lost and all(region.stored[place] == region.dtype for region in pair.regions):
+            text += f", in which values of the other place {' or '.join(sorted(self._lost))}"
+        return text
+
+    def _sums(self, side: Side, place: int, pair: _Pair) -> str:
+        """Read a tensor of one side, and return its fingerprint."""
+        (region,) = pair.regions  # all of it, in one dtype
+        if isinstance(side, LiveSide):
+            raise self._of_two_dtypes(pair.specs[place].name, *region.stored)
+        sums, itemsize = nothing(), DTYPES[region.dtype].size
+        for part in slabs(region.box, itemsize):
+            sums += box_sums(self._read(side, place, pair, region, part).data, itemsize, part)
+        return text_of(sums)
+
+    def _elements(self, pair: _Pair, *sides: Side) -> tuple[bool, int | None, Dims | None]:
+        """Return whether elements differ; with `where` also how many, and the index of the first."""
+        folders = [side for side in sides if isinstance(side, FolderSide)]
+        if len(folders) < len(sides):  # of a live state only the fingerprint is known
+            return True, None, None
+        elements, first = 0, None
+        for region in pair.regions:
+            reads = [partial(self._read, side, place, pair, region) for place, side in enumerate(folders)]
+            for found in differences(region.box, DTYPES[region.dtype].size, *reads):
+                if not self._where:
+                    return True, None, None
+                differ = found.by_element()
+                if first is None:
+                    inside = np.unravel_index(int(np.argmax(differ)), found.box.shape)
+                    first = tuple(int(at) + low for at, low in zip(inside, found.box.offset, strict=True))
+                elements += int(differ.sum())
+        return elements > 0, elements, first
+
+    def _read(self, side: FolderSide, place: int, pair: _Pair, region: _Region, part: Box) -> Elements:
+        """Read a part of a region from a side, in the dtype of the comparison."""
+        stored = region.stored[place]
+        tensor = side.read(pair.specs[place], part, stored)
+        self.bytes_read += tensor.nbytes
+        self._progress(self.bytes_read)
+        if stored == region.dtype:
+            return Elements(_bytes_of(one_nan(tensor) if region.is_cast else tensor))
+        made = cast(tensor, torch_dtype(region.dtype))
+        self._has_nan |= made.has_nan
+        if made.lost is None:
+            return Elements(_bytes_of(made.tensor))
+        self.rounded[pair.specs[0].name] = DTYPES[region.dtype].name
+        self._lost.update({words: None for words, mask in zip(LOST, made.lost, strict=True) if mask.any()})
+        lost = (made.lost[0] | made.lost[1]).reshape(-1)
+        return Elements(_bytes_of(made.tensor), lost.numpy() if lost.any() else None)
+
+    def _of_two_dtypes(self, name: str, mine: int, theirs: int, more: str = "") -> BadInput:
+        """Return the error for a tensor whose dtypes can't be compared."""
+        by_reading = self._live and less_exact(mine, theirs) is not None
+        return BadInput(
+            f"{name!r} {more}is {DTYPES[mine].name} in {self._lead.where}, and {DTYPES[theirs].name} in "
+            f"{self._other.where}: whether they are the same can't be told.",
+            hint="Save the state, and compare the checkpoint." if by_reading else "exclude= leaves it out.",
+            details={"tensor": name, "dtypes": [DTYPES[mine].name, DTYPES[theirs].name]},
+        )
+
+
+def _bytes_of(tensor: torch.Tensor) -> Array:
+    data: Array = tensor.reshape(-1).view(torch.uint8).numpy()
+    return data

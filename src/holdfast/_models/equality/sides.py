@@ -1,0 +1,124 @@
+"""The two sides of `same`: a checkpoint, a published model, or the fingerprints of a live state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from holdfast._core.format.columns import Columns
+from holdfast._core.format.fingerprint import text_of
+from holdfast._core.format.index import Index
+from holdfast._core.format.names import is_weight
+from holdfast._core.io.open_checkpoint import open_source
+from holdfast._core.io.slice import Slice
+from holdfast._core.io.source import Source
+from holdfast._core.layout.box import Box
+from holdfast._core.layout.tensor import CODE_OF, DTYPES, TENSOR, TensorSpec
+from holdfast._core.loading.boxes import Wanted, read_boxes
+from holdfast._core.store.base import Folder, Store
+from holdfast._core.store.local import open_store
+from holdfast._core.store.pins import Pin
+from holdfast._models.equality.fingerprints import Fingerprint
+from holdfast._models.equality.rounding import Rounded
+from holdfast._models.views import hub_format as hf
+from holdfast._models.views.hugging_face import PublishedModel, weights_file
+from holdfast._models.views.sources import IndexedModel
+from holdfast._tools.checkpoints.comparing import check_files
+from holdfast._tools.checkpoints.target import checkpoint_at
+from holdfast.errors import BadInput, NotCommitted
+
+FolderOrFingerprints = Folder | Mapping[str, Fingerprint]
+
+
+class LiveSide:
+    """A live state, known only by its fingerprints."""
+
+    where, published = "the live state", None
+
+    def __init__(self, known: Mapping[str, Fingerprint]) -> None:
+        self.used: set[str] = set()
+        self._known = known
+
+    def weights(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec(name, CODE_OF[one.dtype], one.shape) for name, one in self._known.items()}
+
+    def fingerprints(self) -> dict[str, str]:
+        return {name: one.value for name, one in self._known.items()}
+
+    def rounded(self, name: str, code: int) -> Rounded | None:
+        """Return what is known of a tensor in a less exact dtype."""
+        return self._known[name].rounded.get(DTYPES[code].name)
+
+
+@dataclass
+class FolderSide:
+    """A checkpoint, or a published model."""
+
+    store: Store
+    source: Source
+    used: set[str] = field(default_factory=set)
+    """Names of stored tensors that were read at least partly."""
+
+    @property
+    def where(self) -> str:
+        return self.store.url
+
+    @property
+    def published(self) -> PublishedModel | None:
+        return self.source if isinstance(self.source, PublishedModel) else None
+
+    @cached_property
+    def _columns(self) -> Columns:
+        # With the scales of a published model, because elements mean nothing without them.
+        names = [name for name in self.source.names() if is_weight(name) and not hf.is_constant(name)]
+        return self.source.select(np.sort(self.source.find(names)))
+
+    def weights(self) -> dict[str, TensorSpec]:
+        """Return the specs of all weights, by name."""
+        specs = {spec.name: spec for spec in self._columns.specs() if spec.kind == TENSOR}
+        if not specs:
+            raise BadInput(f"{self.store.url} holds no weights.")
+        return specs
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return the stored fingerprints by name."""
+        index = self.source.index if isinstance(self.source, IndexedModel) else self.source
+        known = index.fingerprints() if isinstance(index, Index) else {}
+        if known:
+            columns = self._columns
+            used = np.unique(columns.file).tolist()
+            files = [(columns.file_names[file], int(columns.file_size[file])) for file in used]
+            check_files(self.store, files, embedded=True)
+        return {name: text_of(sums) for name, sums in known.items()}
+
+    def read(self, spec: TensorSpec, box: Box, dtype: int) -> torch.Tensor:
+        (tensor,), used = read_boxes(self.store, self.source, [Wanted(spec, box, dtype)])
+        self.used |= used
+        return tensor
+
+
+Side = LiveSide | FolderSide
+
+
+def open_side(place: FolderOrFingerprints, opened: ExitStack) -> Side:
+    if isinstance(place, Mapping):
+        if not all(isinstance(one, Fingerprint) for one in place.values()):
+            raise BadInput("A state is compared by what fingerprint(state) says of it.")
+        return LiveSide(place)
+    store: Store = open_store(place)
+    if weights_file(store) is None:
+        with suppress(NotCommitted):
+            store = checkpoint_at(place)  # of a run folder the newest step
+    opened.enter_context(closing(Pin(store)))
+    source = opened.enter_context(open_source(store))
+    if isinstance(source, Slice):
+        raise BadInput(
+            f"{store.url} is what was fetched for {source.fetched_for}, a part of the weights.",
+            hint="Compare the folder that it was fetched from.",
+        )
+    return FolderSide(store, source)

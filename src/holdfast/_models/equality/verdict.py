@@ -1,0 +1,59 @@
+"""The result of `same`, as values."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from holdfast._core.layout.tensor import Dims
+
+
+class Unlike(msgspec.Struct, frozen=True):
+    """A tensor that differs between the two places."""
+
+    name: str
+    a: str
+    """Its dtype and shape in that place, or why it can't be read; and whether values of the other place do
+    not fit into that dtype."""
+    b: str
+    elements: int | None = None
+    """How many elements differ; None without `where=True`, and of a live state."""
+    first: Dims | None = None
+    """Index of the first of them."""
+
+
+class Same(msgspec.Struct, frozen=True):
+    """The result of `same`."""
+
+    a: str
+    b: str
+    same: bool
+    """Whether every weight is in both places, and equal."""
+    equal: int
+    different: tuple[Unlike, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    converted: dict[str, str]
+    """Names whose dtypes differ, and the less exact dtype in which they were compared."""
+    rounded: dict[str, str]
+    """Names of `converted` whose more exact elements had to be rounded for this, and to which dtype."""
+    bytes_read: int
+    """Bytes of weights that were read; 0 if fingerprints were enough."""
+
+    def __str__(self) -> str:
+        said = [f"the same: {_tensors(self.equal)}"]
+        if not self.same:
+            said = [f"different: {_tensors(len(self.different))}", f"equal: {self.equal}"]
+            said += [f"only in {self.a}: {len(self.only_a)}", f"only in {self.b}: {len(self.only_b)}"]
+        # Whoever reads "the same" must not take it for that of the more exact values.
+        said += [f"compared as {dtype}: {_tensors(n)}" for dtype, n in self.compared_as().items()]
+        return "; ".join(said)
+
+    def compared_as(self) -> dict[str, int]:
+        """Return how many tensors were compared in a less exact dtype, by that dtype."""
+        return Counter(self.converted.values())
+
+
+def _tensors(number: int) -> str:
+    return f"{number:,} tensor{'' if number == 1 else 's'}"

@@ -1,0 +1,404 @@
+"""Export of a checkpoint's weights to a folder that transformers loads.
+
+Every published tensor is assembled from boxes of the checkpoint's tensors, one slab at a time. A file gets
+its final name once it is complete, and the weights' index is written last. So transformers does not take the
+folder of a killed export for a model, and a rerun keeps the files that are complete.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from holdfast._core.base.reporting import quiet
+from holdfast._core.base.values import Message, ReportProgress
+from holdfast._core.format.container import encode_header
+from holdfast._core.format.digest import digest, hex_digest
+from holdfast._core.format.index import Index
+from holdfast._core.io.host_memory import ScratchBuffer, batches
+from holdfast._core.io.index_file import open_index
+from holdfast._core.io.on_threads import on_threads
+from holdfast._core.io.raw_read import fill_rows
+from holdfast._core.layout.box import Box, cut, whole
+from holdfast._core.layout.tensor import DTYPES, FLOATS, TensorSpec
+from holdfast._core.loading.alike import hold_the_same
+from holdfast._core.plan.shard_table import ShardTable
+from holdfast._core.protocol.call import Call, begin_call
+from holdfast._core.protocol.job import Job, job_of
+from holdfast._core.protocol.operation import read_state
+from holdfast._core.protocol.task import CollectiveTask
+from holdfast._core.state.memory import ShiftedMemory, TensorMemory, torch_dtype
+from holdfast._core.state.reordered import as_ours
+from holdfast._core.store.base import Store, Writer, replace_file, storage_errors
+from holdfast._core.store.filesystem import make_durably
+from holdfast._core.store.local import LocalStore, open_store
+from holdfast._core.store.pins import Pin
+from holdfast._core.store.whole_files import WholeFiles
+from holdfast._models.conversion.folder import carried, put_files, refuse_changed
+from holdfast._models.huggingface.published_tensors import (
+    PublishedTensor,
+    plan_export,
+    share_among_files,
+)
+from holdfast._models.views import hub_format as hf
+from holdfast._models.views.mapping import MINUS_ONE, Segment
+from holdfast.errors import BadInput
+
+SLAB = 32 << 20
+"""Bytes of weights that are assembled at a time."""
+_THREADS = 2
+"""While one writes what it has assembled, the other assembles."""
+FILE_BYTES = 5_000_000_000
+"""The most bytes of weights in a file, as transformers shards them."""
+_LEFT_OUT = ("quantization_config", hf.WEIGHTS_NAMED)
+"""Keys of a configuration that describe files which are not written."""
+_PARTIAL = re.compile(r"\.model[^/]*\.safetensors\.[0-9a-f]{8}\.partial")
+_MODEL = re.compile(r"model.*\.safetensors")
+"""Names of files with a model's weights; an adapter's begin otherwise."""
+
+
+class ExportReport(msgspec.Struct, frozen=True):
+    """The result of an export."""
+
+    path: str
+    step: int | None
+    tensors: int
+    bytes_written: int
+    """Bytes of weights that this call wrote; files that an earlier one had finished are not counted."""
+    files: int
+    missing: tuple[str, ...] = ()
+    """Tensors of the folder `like` that the checkpoint does not have (strict=False)."""
+
+
+def export_huggingface(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    like: str | os.PathLike[str],
+    dtype: str | None = None,
+    file_bytes: int = FILE_BYTES,
+    strict: bool = True,
+    progress: ReportProgress | None = None,
+    job: Job | None = None,
+) -> ExportReport:
+    """Export the weights of a Holdfast checkpoint of megatron-core's to a folder that transformers loads.
+
+    In a job all participants call it. Each writes some of the files completely; there is no collective.
+
+    source: a committed checkpoint; optimizer state in it is not read.
+    out: a new folder, or one in which an export of the same checkpoint was interrupted.
+    like: the folder of the published model, whose configuration, tokenizer and code are copied. If it holds
+        weights, the exported names and shapes must be the same.
+    dtype: of floating-point weights, such as "bfloat16"; None: as in `like`, but never more exact than they
+        are stored. A router's bias stays as it is stored.
+    file_bytes: the most bytes of weights in a file.
+    strict: raise an error for tensors of `like` that the checkpoint does not have; otherwise they are left
+        out and reported.
+    progress: called with the bytes that this rank has done, and the bytes of all its files.
+    job: who takes part, and deadlines (`holdfast.Job`); its `timeout` is 7200 s by default.
+
+    Raises BadInput for arguments, an unknown family and unknown weights, MissingTensors and CoverageError for
+    missing tensors or parts of them, NotCommitted and CorruptCheckpoint for the checkpoint, StorageError, and
+    RankFailed and DeadlineExceeded for other ranks.
+    """
+    if file_bytes < 1:
+        raise BadInput(f"file_bytes must be at least 1, not {file_bytes}.")
+    call = begin_call(job_of(job).within(7200.0))
+    return run_export(
+        open_store(source),
+        open_store(like),
+        open_store(out),
+        call,
+        dtype=dtype,
+        file_bytes=file_bytes,
+        strict=strict,
+        progress=progress or quiet,
+    )
+
+
+def run_export(
+    store: Store,
+    base: LocalStore,
+    out: LocalStore,
+    call: Call,
+    *,
+    dtype: str | None = None,
+    file_bytes: int = FILE_BYTES,
+    strict: bool = True,
+    progress: ReportProgress = quiet,
+    in_framework: bool = False,
+) -> ExportReport:
+    """Run an export on this rank, with the arguments of `export_huggingface`. Raises the same error on all
+    ranks.
+
+    in_framework: write only weights, and replace other weights in the folder. The framework writes
+        configuration and tokenizer, and layers for multi-token prediction may be missing.
+    """
+    export = _Export(store, base, out, call, progress, in_framework)
+
+    def plan() -> None:
+        with open_index(store) as index:
+            alike = partial(hold_the_same, store, index)
+            tensors, missing = plan_export(index, base, dtype, strict, in_framework, alike)
+            export.plan(index, share_among_files(tensors, file_bytes), missing)
+
+    with ExitStack() as held:
+        # On one rank only, as in a load; it is the last one to return.
+        if call.rank == call.participants[0]:
+            held.enter_context(closing(Pin(store)))
+        export.collect_error = read_state(plan, call.rank)
+        export.run()
+    return export.report()
+
+
+class _Export(CollectiveTask):
+    """The files of one export; each rank writes some of them."""
+
+    kind = "export"
+
+    def __init__(
+        self,
+        store: Store,
+        base: LocalStore,
+        out: LocalStore,
+        call: Call,
+        progress: ReportProgress,
+        in_framework: bool,
+    ) -> None:
+        super().__init__(f"export to {out.url}", out.url, call)
+        self.store, self.base, self.out = store, base, out
+        self._call, self._progress, self._in_framework = call, progress, in_framework
+        self._done = self._written = 0
+        self._free = [ScratchBuffer(SLAB) for _ in range(_THREADS)]
+        """Memory that no thread assembles in."""
+        self._lock = threading.Lock()
+
+    def plan(self, index: Index, files: list[tuple[str, list[PublishedTensor]]], missing: list[str]) -> None:
+        """Set the files of all ranks; this rank writes its share of them."""
+        self._files, self._missing = files, tuple(missing)
+        self._identity = index.identity
+        step = index.about.get("step")
+        self._step = step if isinstance(step, int) else None
+        self._total = sum(tensor.nbytes for _, tensors in self._mine() for tensor in tensors)
+        with storage_errors("Making", self.out.url):
+            make_durably(self.out.root)
+        if not self._in_framework:
+            self._refuse_others()
+
+    def report(self) -> ExportReport:
+        """Return the report of a finished export."""
+        tensors = sum(len(part) for _, part in self._files)
+        return ExportReport(self.out.url, self._step, tensors, self._written, len(self._files), self._missing)
+
+    # -- called by the protocol ---------------------------------------------------------------------
+
+    def contribute(self) -> Message:
+        return {"identity": self._identity, "files": [name for name, _ in self._files]}
+
+    def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
+        first, mine = next(iter(contributions.items()))
+        for rank, other in contributions.items():
+            if other != mine:
+                raise BadInput(
+                    f"Rank {rank} exports another checkpoint, or into other files, than rank {first}.",
+                    rank=rank,
+                    hint="Give the same arguments on all ranks, and no checkpoint that is being replaced.",
+                )
+        # After all ranks have contributed, and before any of them writes.
+        if self._in_framework:
+            self._remove_others()
+        return {rank: {} for rank in contributions}
+
+    def execute(self, answer: Message) -> Message:
+        with open_index(self.store) as self._index:
+            if self._index.identity != self._identity:
+                raise BadInput(f"{self.store.url} was replaced while it was exported.", hint="Export again.")
+            for name, tensors in self._mine():
+                self._write(name, tensors)
+        return {}
+
+    def finish(self, reports: dict[int, Message]) -> Message:
+        """Complete the model once all files are written; the weights' index comes last."""
+        for name, tensors in self._files:
+            if not self._is_finished(name, tensors):
+                raise BadInput(f"{self.out.url}/{name} was changed or removed by somebody else meanwhile.")
+        for name in self.out.list():
+            if _PARTIAL.fullmatch(name):
+                self.out.delete(name)
+        if not self._in_framework:
+            put_files(self.out, carried(self.base, self._config))
+        if len(self._files) > 1:  # a single file needs no index
+            replace_file(self.out, hf.WEIGHTS_INDEX, self._weights_index())
+        return {}
+
+    def _weights_index(self) -> bytes:
+        where = {tensor.name: name for name, tensors in self._files for tensor in tensors}
+        total = sum(tensor.nbytes for _, tensors in self._files for tensor in tensors)
+        value = {"metadata": {"total_size": total}, "weight_map": where}
+        return msgspec.json.format(msgspec.json.encode(value), indent=2)
+
+    # -- this rank's share ------------------------------------------------------------------------
+
+    def _mine(self) -> list[tuple[str, list[PublishedTensor]]]:
+        ranks = self._call.participants
+        return self._files[ranks.index(self._call.rank) :: len(ranks)]
+
+    def _refuse_others(self) -> None:
+        """Raise BadInput if the folder holds another model than this export, finished or not."""
+        files = dict(self._files)
+        names = self.out.list()
+        for name in sorted(filter(hf.is_weights_file, names)):
+            if name not in files or not self._is_finished(name, files[name]):
+                raise BadInput(
+                    f"{self.out.url} holds {name}, which is not of this export.",
+                    hint="Export into a new folder, or the one of an export that was interrupted.",
+                )
+        refuse_changed(self.out, carried(self.base, self._config))
+
+    def _remove_others(self) -> None:
+        """Remove the weights of an earlier model, their index first: an incomplete model must not load."""
+        names = self.out.list()
+        for name in (hf.WEIGHTS_INDEX, *filter(_MODEL.fullmatch, names)):
+            if name in names:
+                self.out.delete(name)
+
+    def _write(self, name: str, tensors: Sequence[PublishedTensor]) -> None:
+        """Write one file, unless an earlier export has finished it."""
+        header = self._header(tensors)
+        if self._is_finished(name, tensors):
+            self._advance(sum(tensor.nbytes for tensor in tensors))
+            return
+        file = WholeFiles(self.out.root).create(name)
+        try:
+            file.write_at(0, [header])
+            # The slabs are assembled one after the other, by whichever thread has written its last one.
+            slabs = self._slabs(tensors, len(header))
+            on_threads(_THREADS, "holdfast-export", lambda slab: self._write_slab(file, slab), slabs)
+        except BaseException:
+            file.discard()
+            raise
+        file.finish()
+
+    def _write_slab(self, file: Writer, slab: _Slab) -> None:
+        size = sum(map(len, slab.buffers))
+        file.write_at(slab.offset, slab.buffers)
+        with self._lock:
+            self._free.append(slab.memory)
+            self._written += size
+            self._advance(size)
+
+    def _config(self, config: dict[str, object]) -> dict[str, object]:
+        """Return the configuration of what is written: of its dtype and its files, without quantization."""
+        nbytes = Counter[int]()
+        for tensor in chain.from_iterable(tensors for _, tensors in self._files):
+            if tensor.code in FLOATS:
+                nbytes[tensor.code] += tensor.nbytes
+        changed = {key: value for key, value in config.items() if key not in _LEFT_OUT}
+        for code, _ in nbytes.most_common(1):
+            changed |= {
+                key: DTYPES[code].name for key in hf.CONFIG_DTYPES if isinstance(config.get(key), str)
+            }
+        return changed
+
+    def _advance(self, size: int) -> None:
+        self._done += size
+        self.doing(f"writing, {self._done} of {self._total} bytes")
+        self._progress(self._done, self._total)
+
+    def _header(self, tensors: Sequence[PublishedTensor]) -> bytes:
+        rows, start = [], 0
+        for tensor in tensors:
+            stop = start + tensor.nbytes
+            rows.append((tensor.name, hf.TAG_OF_CODE[tensor.code], tensor.shape, start, stop))
+            start = stop
+        # Also a digest of the pieces: a rerun with another configuration must not keep these files.
+        made = hex_digest(digest(repr([tensor.pieces for tensor in tensors]).encode()))
+        about = {"format": "pt", "holdfast.source": self._identity, "holdfast.pieces": made}
+        return encode_header(rows, about)
+
+    def _is_finished(self, name: str, tensors: Sequence[PublishedTensor]) -> bool:
+        """Return whether a file is already as this export would write it; its header names the checkpoint."""
+        header = self._header(tensors)
+        entry = self.out.stat(name)
+        if entry is None or entry.size != len(header) + sum(tensor.nbytes for tensor in tensors):
+            return False
+        with closing(self.out.open(name)) as reader:
+            return reader.read(0, len(header)) == header
+
+    def _slabs(self, tensors: Sequence[PublishedTensor], offset: int) -> Iterator[_Slab]:
+        """Yield the bytes of tensors in order, from `offset` of the file on: several small tensors at a time,
+        or a part of a large one."""
+        parts = (
+            _PublishedPart(tensor, box)
+            for tensor in tensors
+            for box in cut(whole(tensor.shape), SLAB // DTYPES[tensor.code].size)
+        )
+        for batch in batches(parts, SLAB):
+            memory = self._free.pop()
+            yield _Slab(offset, memory, self._read(batch, memory))
+            offset += sum(part.nbytes for part in batch)
+
+    def _read(self, batch: Sequence[_PublishedPart], memory: ScratchBuffer) -> list[memoryview]:
+        """Read and assemble parts of published tensors in `memory`."""
+        memory.reset()
+        table, targets = ShardTable(), [_target(part, memory) for part in batch]
+        for (tensor, box), target in zip(batch, targets, strict=True):
+            for spec, segment in tensor.pieces:
+                seen = box
+                if segment.split:  # no slab is so small that it cuts the last axis
+                    seen = Box((*box.offset, 0), (*box.shape[:-1], *segment.whole[-2:]))
+                _add(table, spec, segment, target.view(seen.shape), seen)
+        fill_rows(self.store, self._index, table)
+        for part, target in zip(batch, targets, strict=True):
+            part.tensor.check_cast(target)
+        return [target.view(-1).view(torch.uint8).numpy().data for target in targets]
+
+
+class _Slab(NamedTuple):
+    """Assembled bytes of a file. memory: what they lie in."""
+
+    offset: int
+    memory: ScratchBuffer
+    buffers: Sequence[memoryview]
+
+
+class _PublishedPart(NamedTuple):
+    """A part of a published tensor."""
+
+    tensor: PublishedTensor
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.volume * DTYPES[self.tensor.code].size
+
+
+def _target(part: _PublishedPart, slab: ScratchBuffer) -> torch.Tensor:
+    """Return memory for a part; reused, because new memory costs as much as a copy."""
+    dtype, shape = torch_dtype(part.tensor.code), part.box.shape
+    memory = slab.take(part.nbytes) if part.nbytes else None
+    if memory is None:  # nothing, or many small parts, whose alignment gaps add up
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _add(table: ShardTable, spec: TensorSpec, segment: Segment, target: torch.Tensor, part: Box) -> None:
+    """Add the rows of a segment in a part of the published tensor; `target` is the memory of the part."""
+    ours = segment.ours(part)
+    if ours is None:
+        return
+    theirs = segment.theirs(ours).relative_to(part.offset)
+    view = as_ours(target[theirs.slices()], segment.axes)
+    stored = torch_dtype(spec.dtype)
+    memory = ShiftedMemory(view, stored, 1) if segment.change == MINUS_ONE else TensorMemory(view, stored)
+    table.add(spec, ours, (0, 1), False, memory)

@@ -1,0 +1,38 @@
+"""The families of models that Holdfast knows, and which published tensors a tensor is made of, in words."""
+
+from __future__ import annotations
+
+from holdfast._models.views import family as tables
+from holdfast._models.views.mapping import WAYS, Rule
+
+
+def families() -> dict[str, str]:
+    """Return the supported model types, as in `config.json`, with the models that they cover."""
+    return {kind: family.about for kind, family in sorted(tables.families().items())}
+
+
+def mapping_of(model_type: str, name: str) -> str:
+    """Describe which published tensors a tensor of megatron-core's is made of, and how.
+
+        >>> print(holdfast.huggingface.mapping_of("qwen3_moe", "decoder.layers.0.mlp.router.weight"))
+        decoder.layers.0.mlp.router.weight is model.layers.0.mlp.gate.weight
+
+    model_type: as in `config.json`. name: the tensor's name; numbers of layers and experts may be left out.
+
+    Raises BadInput for a model type or a name that no table has.
+    """
+    entry, numbers, _ = tables.family_of(model_type).get(name)
+    places = {hole: str(numbers.get(hole, f"{{{hole}}}")) for hole in ("layer", "expert")}
+    places["after"] = f"{{num_hidden_layers + {places['layer']}}}"
+
+    def published_names(rule: Rule) -> str:
+        return ", ".join((entry.prefix + published).format(**places) for published in rule.names)
+
+    rule, other = entry.rule, entry.rule.otherwise
+    text = f"{name} is {published_names(rule)}"
+    if other is not None:
+        text += f" (or {published_names(other)}, if the model has no such tensor)"
+    for way in dict.fromkeys((rule.way, other.way if other is not None else "same")):
+        if way != "same":
+            text += f"\n{way}: {' '.join((WAYS[way].__doc__ or '').split())}"
+    return text

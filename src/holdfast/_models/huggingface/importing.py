@@ -1,0 +1,101 @@
+"""Import of a published model to a Holdfast checkpoint: the same tensors under the same names, with digests.
+
+The checkpoint loads like the folder of the model, into megatron-core's names and shapes in any layout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+
+from holdfast._core.base.reporting import Meter, quiet
+from holdfast._core.base.values import ReportProgress
+from holdfast._core.format.names import IMPORTED_MODEL
+from holdfast._core.io.open_files import OnDemand, OpenFiles
+from holdfast._core.layout.box import whole
+from holdfast._core.layout.tensor import DTYPES, TensorSpec
+from holdfast._core.protocol.call import Call, begin_call
+from holdfast._core.protocol.job import Job, job_of
+from holdfast._core.protocol.operation import read_state
+from holdfast._core.saving.job import SaveReport
+from holdfast._core.state.leaf import Leaf
+from holdfast._core.state.memory import Part
+from holdfast._core.store.absence import explain_model
+from holdfast._core.store.base import Store
+from holdfast._core.store.local import open_store
+from holdfast._models.conversion.importing import FileMemory, leaf, run_import
+from holdfast._models.views import hub_format as hf
+from holdfast._models.views.hugging_face import HuggingFaceFolder
+from holdfast.errors import BadInput
+
+
+def import_huggingface(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    progress: ReportProgress | None = None,
+    job: Job | None = None,
+) -> SaveReport:
+    """Convert a model that Hugging Face publishes to a Holdfast checkpoint.
+
+    Names, shapes and elements stay as they are; digests are added. Configuration, tokenizer and code are
+    copied. In a job all participants call it, and each writes some of the tensors.
+
+    source: the folder of the model. out: a folder that does not exist, is empty, or in which the same import
+        was interrupted, which then starts again; after one that has ended nothing is left to do.
+    step: the step to note in the checkpoint.
+    progress: called with the bytes that this rank has done, and all of its bytes.
+    job: who takes part, deadlines, options: `Options(fingerprint=True)` also notes fingerprints.
+
+    Raises BadInput for the folders, CorruptCheckpoint for damage in `source`, StorageError, and RankFailed
+    and DeadlineExceeded for other ranks.
+    """
+    job = job_of(job).within(7200.0)
+    call = begin_call(job)
+    base, meter = open_store(source), Meter(progress or quiet)
+    with closing(OpenFiles(base)) as files:
+        folders: list[HuggingFaceFolder] = []
+        trouble = read_state(lambda: folders.append(published_folder(base)), call.rank)
+        return run_import(
+            base,
+            open_store(out),
+            call,
+            lambda: _leaves(folders[0], files, meter, call),
+            identity=folders[0].identity_of_files() if folders else "",
+            trouble=trouble,
+            step=step,
+            # While one thread reads, the other writes.
+            options=replace(job.options, writer_threads=max(job.options.writer_threads, 2)),
+            imported=IMPORTED_MODEL,
+        )
+
+
+def published_folder(base: Store) -> HuggingFaceFolder:
+    folder = HuggingFaceFolder.at(base)
+    if folder is None:
+        why, hint = explain_model(base) or (f"it has neither {hf.WEIGHTS} nor {hf.WEIGHTS_INDEX}", "")
+        raise BadInput(f"{base.url} is no folder of a published model that can be read: {why}.", hint=hint)
+    return folder
+
+
+def _leaves(folder: HuggingFaceFolder, files: OpenFiles, meter: Meter, call: Call) -> Iterator[Leaf]:
+    """Yield a rank's share of the tensors, in the order of the files; shares have about the same bytes."""
+    places = [place for name in folder.names() if (place := folder.place(name)) is not None]
+    places.sort(key=lambda place: (place.file, place.position))
+    specs = [TensorSpec(place.name, place.code, place.shape) for place in places]
+    nbytes = [whole(spec.shape).volume * DTYPES[spec.dtype].size for spec in specs]
+    middle = np.cumsum(nbytes) - np.asarray(nbytes) / 2
+    ranks = len(call.participants)
+    owner = np.minimum(middle * ranks // max(sum(nbytes), 1), ranks - 1).astype(int).tolist()
+    mine = call.participants.index(call.rank)
+    for place, spec, rank in zip(places, specs, owner, strict=True):
+        if rank == mine:
+            box = whole(spec.shape)
+            read_into = OnDemand(files, place.file).read_into
+            memory = FileMemory(spec, box, read_into, place.position, meter)
+            yield leaf(spec.name, Part(spec, box, memory))

@@ -1,0 +1,277 @@
+"""The plan of an export: which published tensors the checkpoint's weights give, which are missing, and which
+file each goes into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast._core.base.values import natural
+from holdfast._core.format.index import Index
+from holdfast._core.format.names import is_weight
+from holdfast._core.io.host_memory import batches
+from holdfast._core.layout.box import whole
+from holdfast._core.layout.coverage import first_problem
+from holdfast._core.layout.tensor import (
+    CODE_OF,
+    DTYPES,
+    FLOATS,
+    TENSOR,
+    Dims,
+    TensorSpec,
+    less_exact,
+    listed,
+    nearest,
+)
+from holdfast._core.store.local import LocalStore
+from holdfast._models.views import hub_format as hf
+from holdfast._models.views.family import OUTPUT, View, view_of
+from holdfast._models.views.hugging_face import HuggingFaceFolder, read_config
+from holdfast._models.views.mapping import Segment, same
+from holdfast.errors import BadInput, CoverageError, MissingTensors
+
+OUTPUTS = ("output_layer.weight", OUTPUT)
+"""Names of an output layer, Megatron's and transformers'."""
+WRITTEN_AS = ("bfloat16", "float16", "float32")
+"""Dtypes that weights may be converted to."""
+
+
+class Piece(NamedTuple):
+    """A part of a published tensor: a segment of one of the checkpoint's tensors."""
+
+    spec: TensorSpec
+    segment: Segment
+
+
+@dataclass
+class PublishedTensor:
+    """A published tensor, and the pieces that it is made of."""
+
+    name: str
+    code: int
+    shape: Dims
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.code].size
+
+    def check_cast(self, part: torch.Tensor) -> None:
+        """Raise BadInput if a part of it, as it is to be written, has values that the cast made infinite."""
+        stored = min((piece.spec.dtype for piece in self.pieces), key=(*FLOATS, *range(len(DTYPES))).index)
+        if less_exact(stored, self.code) != stored and part.isinf().any():
+            raise BadInput(
+                f"{self.name!r}, which is stored in {DTYPES[stored].name}, has values that are infinite in "
+                f"{DTYPES[self.code].name}.",
+                hint="Give a dtype that can hold them, such as bfloat16 or float32.",
+                details={"tensor": self.name},
+            )
+
+
+def config_of(base: LocalStore) -> dict[str, object]:
+    """Return the configuration of a published folder. BadInput if it has none."""
+    config = read_config(base)
+    if config is None:
+        raise BadInput(f"{base.url} has no {hf.CONFIG}.", hint="like= is the folder of the published model.")
+    return config
+
+
+def view_to_export(base: LocalStore) -> View:
+    """Map a published folder to megatron-core's names and shapes, by its configuration alone."""
+    # inner=False: the configuration of a multimodal model describes more than its language model.
+    return view_of(config_of(base), f"{base.url}/{hf.CONFIG}", inner=False)
+
+
+def plan_export(
+    index: Index,
+    base: LocalStore,
+    dtype: str | None,
+    strict: bool,
+    in_framework: bool,
+    alike: Callable[[TensorSpec, TensorSpec], bool],
+) -> tuple[list[PublishedTensor], list[str]]:
+    """Return the published tensors that the checkpoint's weights give, in the natural order of their names,
+    and the names of those of the published folder that it does not have.
+
+    base: the published folder. A tensor of the checkpoint with a name from there is written unchanged.
+    dtype: in which weights are written; None: as in that folder or, `in_framework`, as stored.
+    strict: raise MissingTensors for missing tensors (`in_framework`, not for layers that predict further
+        tokens), and BadInput for a folder without weights.
+    alike: whether two tensors of the checkpoint hold the same elements; asked for an output layer that the
+        published model ties to its embedding.
+    """
+    if dtype is not None and dtype not in WRITTEN_AS:
+        raise BadInput(f"dtype={dtype!r} is none of {', '.join(WRITTEN_AS)}.")
+    config, view, folder = config_of(base), view_to_export(base), HuggingFaceFolder.at(base)
+    published = set(filter(hf.is_weight, folder.names())) if folder is not None else set()
+    said = [CODE_OF[str(name)] for name in map(config.get, hf.CONFIG_DTYPES) if name in WRITTEN_AS]
+
+    def wanted_code(name: str) -> int | None:
+        if dtype is not None:
+            return CODE_OF[dtype]
+        return None if in_framework else _published_dtype(folder, name) or next(iter(said), None)
+
+    by_name: dict[str, PublishedTensor] = {}
+    for spec in _weights(index, view, published):
+        if "quantization_config" in config:
+            _refuse_quantised(index, spec, base)
+        segments = (
+            # It has its published name already (an import, or transformers' modules).
+            same([spec.name], spec.shape, {})
+            if spec.name in published
+            else view.segments(spec.name, spec.shape, whole(spec.shape))
+        )
+        for segment in segments:
+            code = _code(spec, wanted_code(segment.name), dtype is None)
+            tensor = by_name.setdefault(segment.name, PublishedTensor(segment.name, code, segment.published))
+            tensor.pieces.append(Piece(spec, segment))
+            if code != tensor.code and code in FLOATS and tensor.code in FLOATS:
+                tensor.code = min(code, tensor.code, key=FLOATS.index)
+    tensors = sorted(by_name.values(), key=lambda tensor: natural(tensor.name))
+    for tensor in tensors:
+        if view.is_tied:
+            _leave_out_tied_output(tensor, index.where, alike)
+        _check_covered(tensor, index.where)
+    if folder is None:
+        if strict:
+            raise BadInput(
+                f"{base.url} holds no weights, so whether the checkpoint has all of the model can't be told.",
+                hint="Give a folder with weights, or strict=False (--partial).",
+            )
+        return tensors, []
+    missing = _missing(tensors, folder, base.url)
+    needed = [name for name in missing if not (in_framework and view.predicts_further(name))]
+    if needed and strict:
+        raise MissingTensors(
+            f"The checkpoint has nothing for {len(needed)} tensors of {base.url}: {listed(needed)}.",
+            hint="Layers that predict further tokens may be left out with strict=False (--partial).",
+            details={"missing": needed[:100]},
+        )
+    return tensors, missing
+
+
+def _weights(index: Index, view: View, published: set[str]) -> list[TensorSpec]:
+    """Return the weights of a checkpoint. BadInput for those that no published tensor is made of."""
+    names = [name for name in index.names() if is_weight(name) and not hf.is_constant(name)]
+    specs = [spec for spec in index.select(index.find(names)).specs() if spec.kind == TENSOR]
+    unknown = [spec.name for spec in specs if spec.name not in published and not view.knows(spec.name)]
+    if unknown:
+        raise BadInput(
+            f"{index.where} holds {len(unknown)} weights that the family {view.family.name!r} has no place "
+            f"for: {listed(unknown)}.",
+            hint="An adapter must be merged into the weights first; scales of quantised weights are not "
+            "exported; a checkpoint of another model needs that model's folder.",
+            details={"unknown": unknown[:100]},
+        )
+    return specs
+
+
+def _leave_out_tied_output(
+    tensor: PublishedTensor, where: str, alike: Callable[[TensorSpec, TensorSpec], bool]
+) -> None:
+    """Leave out an output layer that the published model ties to its embedding, if the checkpoint has both.
+
+    Raises BadInput if they differ.
+    """
+    outputs = [piece for piece in tensor.pieces if piece.spec.name in OUTPUTS]
+    others = [piece for piece in tensor.pieces if piece not in outputs]
+    if not outputs or not others:
+        return
+    output, embedding = outputs[0].spec, others[0].spec
+    if not alike(output, embedding):
+        raise BadInput(
+            f"{where} holds {output.name!r} and {embedding.name!r}, which are not equal bit for bit, and the "
+            "published model's output is its embedding (tie_word_embeddings).",
+            hint="If the model was trained so, set tie_word_embeddings to false in the published "
+            "config.json.",
+            details={"tensors": [output.name, embedding.name]},
+        )
+    tensor.pieces = others
+
+
+def _refuse_quantised(index: Index, spec: TensorSpec, base: LocalStore) -> None:
+    """Raise BadInput for quantised elements: an export writes neither scales nor their configuration."""
+    name = DTYPES[spec.dtype].name
+    if name not in (*WRITTEN_AS, "float64"):
+        raise BadInput(
+            f"{index.where} holds {spec.name!r} in {name}, and {base.url} is quantised: such weights are not "
+            f"exported.",
+            hint="Load them into a model in floating point, and export what that saves.",
+            details={"tensor": spec.name},
+        )
+
+
+def _published_dtype(folder: HuggingFaceFolder | None, name: str) -> int | None:
+    """Return the dtype of a published tensor; None if it is not there, or quantized."""
+    place = folder.place(name) if folder is not None else None
+    return place.code if place is not None and place.code in FLOATS else None
+
+
+def _code(spec: TensorSpec, wanted: int | None, only_less_exact: bool) -> int:
+    """Return the code of the dtype in which a tensor is written."""
+    if spec.dtype not in hf.TAG_OF_CODE:
+        name = DTYPES[spec.dtype].name
+        raise BadInput(f"{spec.name!r} is {name}, which safetensors has no name for; convert it first.")
+    # A router's bias selects experts by small differences; transformers does not convert it either.
+    if wanted is None or spec.dtype not in FLOATS or spec.name.endswith("expert_bias"):
+        return spec.dtype
+    return max(spec.dtype, wanted, key=FLOATS.index) if only_less_exact else wanted
+
+
+def _check_covered(tensor: PublishedTensor, where: str) -> None:
+    """Raise CoverageError unless each element comes from exactly one piece."""
+    first = tensor.pieces[0].segment
+    if any(piece.segment.whole != first.whole for piece in tensor.pieces):
+        raise CoverageError(f"The parts of {tensor.name!r} in {where} disagree about its shape.")
+    boxes = [piece.segment.theirs(piece.segment.box) for piece in tensor.pieces]
+    problem = first_problem(
+        np.asarray([first.whole], np.int64).reshape(1, -1),
+        np.zeros(len(boxes), np.int64),
+        np.asarray([box.offset for box in boxes], np.int64).reshape(len(boxes), -1),
+        np.asarray([box.shape for box in boxes], np.int64).reshape(len(boxes), -1),
+    )
+    if problem is not None:
+        raise CoverageError(
+            f"{where} does not make up {tensor.name!r} of shape {list(tensor.shape)}: {problem.kind} from "
+            f"index {list(problem.place)} on.",
+            hint="Layers or experts are missing from the checkpoint, or the folder is another model's.",
+            details={"tensor": tensor.name},
+        )
+
+
+def _missing(tensors: Sequence[PublishedTensor], folder: HuggingFaceFolder, where: str) -> list[str]:
+    """List the tensors of the published folder that the checkpoint does not have. BadInput for tensors that
+    the folder does not have, or has in another shape."""
+    names = {name.removesuffix("_blocks") for name in folder.names() if hf.is_weight(name)}
+    mine = {tensor.name for tensor in tensors}
+    extra, missing = sorted(mine - names), sorted(names - mine, key=natural)
+    if extra:
+        near = nearest(extra[0], missing or sorted(names))
+        raise BadInput(
+            f"The checkpoint makes up {len(extra)} tensors that {where} does not have: {listed(extra)}.",
+            hint=f"The nearest there is {near!r}." if near else "",
+        )
+    for tensor in tensors:
+        place = folder.place(tensor.name)
+        if place is not None and place.shape != tensor.shape:
+            raise BadInput(
+                f"{tensor.name!r} has shape {list(place.shape)} in {where}, and the checkpoint's weights "
+                f"make {list(tensor.shape)} of it."
+            )
+    return missing
+
+
+def share_among_files(
+    tensors: Sequence[PublishedTensor], limit: int
+) -> list[tuple[str, list[PublishedTensor]]]:
+    """Distribute tensors over files, which are named as transformers does."""
+    parts = list(batches(tensors, limit)) or [[]]
+    if len(parts) == 1:
+        return [(hf.WEIGHTS, parts[0])]
+    return [
+        (f"model-{number:05d}-of-{len(parts):05d}.safetensors", part) for number, part in enumerate(parts, 1)
+    ]

@@ -1,0 +1,307 @@
+"""Families of models: the published tensors that each of megatron-core's tensors is made of.
+
+A table (`families/*.toml`) has a section for each kind of layer. A section's key is the prefix of our names,
+`published` the prefix of the published ones, and each entry a name of ours and what it is made of
+(`mapping.parse`). "Ours" are megatron-core's names and tensors, or transformers' where a table lists those.
+`extends` names one or more tables that are read first; `within` names a section whose entries are copied,
+with megatron-core's `transformer_layer` or `mtp_model_layer` before them.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from itertools import product
+from typing import NamedTuple
+
+from holdfast._core.layout.box import Box
+from holdfast._core.layout.tensor import Dims, nearest
+from holdfast._models.views.mapping import WAYS, Rule, Segment, Sizes, parse
+from holdfast.errors import BadInput, ShapeMismatch
+
+_FOLDER = files("holdfast._models.views") / "families"
+_NUMBER = re.compile(r"\.\d+(?=\.|\Z)")
+_HOLES = re.compile(r"\.\{(layer|expert)\}")
+_INNER = ("transformer_layer.", "mtp_model_layer.")
+"""What megatron-core puts before the layer in a multi-token prediction layer: 0.16, and since 0.19."""
+_MODEL, _INNER_MODEL = "model.", "model.language_model."
+"""Prefix of the layers of a language model, and of the language model inside a multimodal one."""
+OUTPUT = "lm_head.weight"
+EMBEDDINGS = tuple(prefix + "embed_tokens.weight" for prefix in (_MODEL, _INNER_MODEL))
+"""Published names of the embedding, of which a model has one."""
+_FURTHER = "mtp."
+"""Prefix of published layers that predict further tokens; other families have them behind all others."""
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+class _Table(NamedTuple):
+    about: str
+    model_types: tuple[str, ...]
+    sections: dict[str, dict[str, str]]
+
+
+class TableEntry(NamedTuple):
+    name: str
+    """Ours, with `{layer}` and `{expert}` in it."""
+    pattern: re.Pattern[str]
+    """Matches its names. If a number is missing, the tensor has an axis for it."""
+    holes: tuple[str, ...]
+    """`layer`, `expert`: which of them the name contains, in order."""
+    rule: Rule
+    prefix: str
+    """Of the published names."""
+
+
+class Family:
+    """A family of models with the same table."""
+
+    def __init__(self, name: str) -> None:
+        table = _read(name)
+        self.name, self.about = name, table.about
+        self.entries: dict[str, TableEntry] = {}
+        """By our name without numbers of layers and experts."""
+        for section, rules in table.sections.items():
+            prefix = rules.get("published", "*").removesuffix("*")
+            for ours, rule in rules.items():
+                if ours not in ("published", "within"):
+                    self._add(section.removesuffix("*") + ours, rule, prefix)
+            for ours, rule in table.sections.get(rules.get("within", ""), {}).items():
+                for inner in _INNER if ours not in ("published", "within") else ():
+                    self._add(section.removesuffix("*") + inner + ours, rule, prefix)
+
+    def _add(self, ours: str, rule: str, prefix: str) -> None:
+        pattern = re.escape(_HOLES.sub(r".<\1>", ours))
+        pattern = re.sub(r"\\\.<(\w+)>", r"(?:\\.(?P<\1>\\d+))?", pattern)
+        holes = tuple(_HOLES.findall(ours))
+        self.entries[_HOLES.sub("", ours)] = TableEntry(
+            ours, re.compile(pattern), holes, parse(rule, f"families/{self.name}.toml, {ours!r}"), prefix
+        )
+
+    def find(self, name: str) -> tuple[TableEntry, dict[str, int], list[str]] | None:
+        """Return the entry of a name, the numbers in it, and the holes that are axes of the tensor."""
+        entry = self.entries.get(_NUMBER.sub("", name))
+        if entry is None or (match := entry.pattern.fullmatch(name)) is None:
+            return None
+        numbers = {hole: int(digits) for hole, digits in match.groupdict().items() if digits is not None}
+        return entry, numbers, [hole for hole in entry.holes if hole not in numbers]
+
+    def get(self, name: str) -> tuple[TableEntry, dict[str, int], list[str]]:
+        """Do the same; raise BadInput for a name that the family does not have."""
+        found = self.find(name)
+        if found is None:
+            near = nearest(_NUMBER.sub("", name), self.entries)
+            hint = f"The nearest of its names is {near!r}." if near else ""
+            raise BadInput(f"The family {self.name!r} has no {name!r}.", hint=hint)
+        return found
+
+
+class View:
+    """A published model as megatron-core names and shapes it.
+
+    sizes: numbers of its configuration. is_tied: does its output layer share the embedding?
+    has: tells whether it has a tensor of this name; None: go by its configuration.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        sizes: Sizes,
+        is_tied: bool = False,
+        has: Callable[[str], bool] | None = None,
+    ) -> None:
+        self.family, self.sizes = family, _Numbers(sizes)
+        self.is_tied, self._has = is_tied, has
+        self._is_inner = has is not None and has(f"{_INNER_MODEL}embed_tokens.weight")
+
+    def knows(self, name: str) -> bool:
+        return self.family.find(name) is not None
+
+    def predicts_further(self, published: str) -> bool:
+        """Return whether a published tensor is of the layers that predict further tokens."""
+        layer = _LAYER.search(published)
+        behind = layer is not None and int(layer[1]) >= self.sizes["num_hidden_layers"]
+        return behind or published.startswith(_FURTHER)
+
+    def is_padded(self, name: str) -> bool:
+        """Return whether our tensor may have more rows than the published one."""
+        match = self.family.find(name)
+        return match is not None and match[0].rule.way == "padded"
+
+    def segments(self, name: str, shape: Dims, box: Box) -> Iterator[Segment]:
+        """Yield the segments that a box of the tensor `name`, of global `shape`, is made of. The rest of the
+        box is padding."""
+        entry, numbers, axes = self.family.get(name)
+        lead, tail = shape[: len(axes)], shape[len(axes) :]
+        if not tail:
+            raise BadInput(f"{name!r} has shape {list(shape)}, which has too few axes for what it is.")
+        for axis, many in zip(axes, lead, strict=True):
+            self._check_number(name, axis, many)
+        ahead = [range(low, stop) for low, stop in zip(box.offset, box.stop, strict=True)][: len(axes)]
+        for place in product(*ahead):
+            these = {**numbers, **dict(zip(axes, place, strict=True))}
+            for segment in self._of_one(entry, these, tail):
+                whole = Box((*place, *segment.box.offset), (*(1,) * len(place), *segment.box.shape))
+                part = whole.intersect(box)
+                if part is not None:
+                    yield _with_lead(segment, len(place), part)
+
+    def _check_number(self, name: str, axis: str, count: int) -> None:
+        """Refuse another number of layers or experts than was published: with fewer, some would silently be
+        left out."""
+        published = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], count)
+        if published != count and not name.startswith("mtp."):
+            raise ShapeMismatch(
+                f"{name!r} has {count} {axis}s, and the published model {published}.",
+                hint="Build the model with the sizes of config.json.",
+                details={"tensor": name},
+            )
+
+    def possible(self, entry: TableEntry) -> list[str]:
+        """List the names of which it may be made in any model, with `{layer}` and `{expert}` in them."""
+        rule, other = entry.rule, entry.rule.otherwise
+        return [self._place(entry.prefix + name) for name in (*rule.names, *(other.names if other else ()))]
+
+    def _place(self, name: str) -> str:
+        return name.replace(_MODEL, _INNER_MODEL, 1) if self._is_inner else name
+
+    def rule(self, entry: TableEntry, numbers: dict[str, int]) -> tuple[Rule, list[str]]:
+        """Return the rule of an entry that applies to this model, and the names of the published tensors.
+
+        numbers: the layer and the expert.
+        """
+        after = self.sizes["num_hidden_layers"] + numbers.get("layer", 0) if "{after}" in entry.prefix else 0
+
+        def published(name: str) -> str:
+            return self._place((entry.prefix + name).format(**numbers, after=after))
+
+        rule, other = entry.rule, entry.rule.otherwise
+        if other is not None and self._has_other(published(rule.names[0]), published(other.names[0]), rule):
+            rule = other
+        return rule, [published(name) for name in rule.names]
+
+    def _of_one(self, entry: TableEntry, numbers: dict[str, int], shape: Dims) -> list[Segment]:
+        rule, names = self.rule(entry, numbers)
+        return WAYS[rule.way](names, shape, _Numbers({**self.sizes, **numbers}))
+
+    def _has_other(self, name: str, other: str, rule: Rule) -> bool:
+        """Return whether the alternative rule applies. name, other: the first names of the two rules."""
+        if self._has is None:
+            return rule.if_tied and self.is_tied
+        return not self._has(name) and (self.is_tied if rule.if_tied else self._has(other))
+
+
+def _with_lead(segment: Segment, lead: int, part: Box) -> Segment:
+    """Cut a segment to a part, and add our leading axes, which no published axis corresponds to."""
+    inner = Box(part.offset[lead:], part.shape[lead:])
+    start = segment.theirs(inner).offset
+    return segment._replace(box=part, start=start, axes=(*(-1,) * lead, *segment.axes))
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names that configurations have for the number of experts of a layer."""
+
+
+class _Numbers(dict[str, int]):
+    """Numbers of a configuration; BadInput for one that is missing."""
+
+    def __missing__(self, key: str) -> int:
+        raise BadInput(
+            f"The configuration does not say {key}, on which shapes depend.",
+            hint="Give the whole config.json of the published model.",
+        )
+
+
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "num_experts")
+
+
+def sizes_of(config: Mapping[str, object], where: str) -> dict[str, int]:
+    """Return the numbers of a configuration that shapes depend on. BadInput for a count below 1."""
+    sizes = {key: value for key, value in config.items() if type(value) is int}
+    if "num_attention_heads" in sizes:
+        sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
+    for name in _EXPERTS:
+        if name in sizes:
+            sizes.setdefault("num_experts", sizes[name])
+    for name in _COUNTS:
+        if sizes.get(name, 1) < 1:
+            raise BadInput(f"{where} says {name}={sizes[name]}, which no model has.")
+    return sizes
+
+
+def view_of(
+    config: Mapping[str, object], where: str, has: Callable[[str], bool] | None = None, inner: bool = True
+) -> View:
+    """Make the view of a published model from its `config.json`. BadInput if its family is not known.
+
+    where: the file, for errors. has: tells whether the model has a tensor of this name; None: go by the
+        configuration.
+    inner: for a multimodal model, take the language model inside.
+    """
+    tied = is_tied(config)
+    config = language_model(config) if inner else config
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise BadInput(
+            f"{where} does not say which model_type it is of.", hint="Give the folder of a published model."
+        )
+    return View(family_of(kind), sizes_of(config, where), tied, has)
+
+
+def language_model(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the configuration of the language model: of a multimodal model, that of the one inside."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and not is_known(config) else config
+
+
+def is_known(config: Mapping[str, object]) -> bool:
+    """Return whether a table has the model of a configuration."""
+    kind = config.get("model_type")
+    return isinstance(kind, str) and kind in families()
+
+
+def is_tied(config: Mapping[str, object]) -> bool:
+    """Return whether a model's output is its embedding. Of a multimodal model, the whole or the language
+    model inside says it; in these families the default is that it is not."""
+    return any(
+        isinstance(part, dict) and part.get("tie_word_embeddings") is True
+        for part in (config, config.get("text_config"))
+    )
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Return all families, by the `model_type` of Hugging Face's configurations."""
+    by_type: dict[str, Family] = {}
+    for name in sorted(path.name for path in _FOLDER.iterdir()):
+        name, _, suffix = name.rpartition(".")
+        if suffix == "toml":
+            for kind in _read(name).model_types:
+                by_type[kind] = Family(name)
+    return by_type
+
+
+def family_of(model_type: str) -> Family:
+    """Return the family of a model type. BadInput, with the nearest one, if it is not known."""
+    known = families()
+    if model_type not in known:
+        near = nearest(model_type, list(known))
+        raise BadInput(
+            f"Holdfast has no table for the model type {model_type!r}."
+            + (f" The nearest that it has is {near!r}." if near else ""),
+            hint="docs/huggingface.md shows how to add one.",
+        )
+    return known[model_type]
+
+
+@cache
+def _read(name: str) -> _Table:
+    values = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    about, kinds, bases = (values.pop(key, ()) for key in ("about", "model_types", "extends"))
+    sections: dict[str, dict[str, str]] = {}
+    for more in [*(_read(base).sections for base in ([bases] if isinstance(bases, str) else bases)), values]:
+        for key, rules in more.items():
+            sections[key] = {**sections.get(key, {}), **rules}
+    return _Table(about, tuple(kinds), sections)

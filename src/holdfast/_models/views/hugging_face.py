@@ -1,0 +1,269 @@
+"""A folder of the Hugging Face hub as a source of loads."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import closing
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from holdfast._core.format.columns import ITEMSIZE, Array, Columns
+from holdfast._core.format.container import Header, parse_header, raw_header
+from holdfast._core.format.digest import digest, hex_digest
+from holdfast._core.format.limits import bounded_memory, check_size
+from holdfast._core.io.small_files import read_file
+from holdfast._core.io.source import ForeignSource, Rows
+from holdfast._core.plan.shard_table import ShardTable
+from holdfast._core.store.base import Kind, NotFound, Store
+from holdfast._models.views import hub_format as hf
+from holdfast._models.views.family import EMBEDDINGS, OUTPUT, View, is_known, is_tied, language_model, view_of
+from holdfast.errors import BadInput, CorruptCheckpoint
+
+_READ_METHODS = (None, "fp8", "mxfp4")
+"""Values of `quant_method` in a configuration whose scales `views.scaled` reads; None: no such key."""
+_PACKED = ("qweight", "weight_packed")
+"""What a module has in the place of `weight`: of GPTQ and AWQ; of compressed-tensors."""
+SMALL = 1 << 30
+"""Limit of a tensor that is read whole, such as scales: one per 16,384 elements."""
+
+
+class PublishedModel(ForeignSource):
+    """A published model, complete or in part, and its configuration. Its subclasses are sources of loads."""
+
+    where: str
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @abstractmethod
+    def place(self, name: str) -> hf.Place | None:
+        """Return the position, dtype and shape of a tensor; None if there is none of that name."""
+
+    @abstractmethod
+    def read_rows(self, name: str, rows: tuple[int, int] | None = None) -> bytes:
+        """Return the bytes of a small tensor, or of the `(first, count)` of its rows along the last axis.
+        Thread-safe."""
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of this name."""
+
+    @cached_property
+    def config(self) -> dict[str, object]:
+        """Content of `config.json`; empty if there is none."""
+        return read_config(self._store) or {}
+
+    @cached_property
+    def view(self) -> View:
+        """The model in the names and shapes of megatron-core. BadInput if the model is unknown."""
+        return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self.has)
+
+    @property
+    def tied(self) -> tuple[str, str] | None:
+        """The output and the embedding, if there are both, and the configuration says that they are one."""
+        embeddings = [name for name in EMBEDDINGS if self.has(name)]
+        return (OUTPUT, embeddings[0]) if embeddings and self.has(OUTPUT) and is_tied(self.config) else None
+
+    @property
+    def view_if_known(self) -> View | None:
+        """The view; None if no table contains the model, or it has no configuration."""
+        return self.view if is_known(language_model(self.config)) else None
+
+    def translate(self, table: ShardTable, owner: Sequence[int]) -> Rows:
+        from holdfast._models.views.published import (
+            see_published,  # here: it imports torch, and listing needs none
+        )
+
+        return see_published(self, table, owner)
+
+    def is_weight(self, name: str) -> bool:
+        return hf.is_weight(name)
+
+    def refuse_quantized(self, name: str) -> None:
+        """Raise BadInput if the folder has a weight only in a quantized form that Holdfast does not read."""
+        module = name.removesuffix("weight")
+        packed = next((module + ending for ending in _PACKED if self.has(module + ending)), "")
+        said = self.config.get("quantization_config")
+        method = said.get("quant_method") if isinstance(said, dict) else None
+        if packed or (method not in _READ_METHODS and self.has(name)):
+            raise BadInput(
+                f"{self.where} holds {packed or name!r} quantized by {method or 'GPTQ or AWQ'}, which "
+                f"Holdfast does not read.",
+                hint="Give the folder of the model before it was quantized; its README mostly names it "
+                "(base_model).",
+                details={"tensor": name},
+            )
+
+
+def weights_file(store: Store) -> str | None:
+    """Return the name of the file by which transformers finds a model's weights: the only file of weights, or
+    the index of several. None if there is none. BadInput if the configuration names no such file.
+
+    This is the only place that decides which of a folder's files are its weights.
+    """
+    named = (read_config(store) or {}).get(hf.WEIGHTS_NAMED)
+    names = [hf.WEIGHTS, hf.WEIGHTS_INDEX]
+    if named is not None:
+        if not (isinstance(named, str) and hf.is_weights_file(named.removesuffix(".index.json"))):
+            raise BadInput(
+                f"{store.url}/{hf.CONFIG} says that {hf.WEIGHTS_NAMED} is {str(named)[:200]!r}, which is no "
+                f"safetensors file of its folder, nor the index of such files."
+            )
+        names = [named]
+    entries = ((name, store.stat(name)) for name in names)
+    # A folder of the hub's cache has links.
+    return next((name for name, entry in entries if entry and entry.kind in (Kind.FILE, Kind.LINK)), None)
+
+
+class HuggingFaceFolder(PublishedModel):
+    """A folder of safetensors files with the hub's names. Headers are read once; a selection opens only the
+    files of its tensors."""
+
+    object_prefix = b""
+    fetched_for = ""
+
+    def __init__(self, store: Store, file: str) -> None:
+        """file: that which `weights_file` has returned. It is parsed when names are asked for: a load opens
+        the folder also to see just whether it is still the same."""
+        super().__init__(store)
+        self.where = f"{store.url}/{file}"
+        self.about: dict[str, Any] = {"step": None}
+        self.bytes_read = 0
+        self._file = file
+        self._headers: dict[str, Header] = {}
+        """By file, after it was read."""
+        self._sizes: dict[str, int] = {}
+        self._data = self._raw_header(file) if self._is_single else self._read_index()
+        self.identity = hex_digest(digest(self._data))
+        self._lock = Lock()
+
+    @property
+    def _is_single(self) -> bool:
+        return hf.is_weights_file(self._file)
+
+    @cached_property
+    def _files(self) -> dict[str, str]:
+        """The file of each tensor."""
+        if not self._is_single:
+            return hf.read_weight_map(self._data, self.where)
+        self._headers[self._file] = header = self._parse(self._file, self._data)
+        return dict.fromkeys(header.entries, self._file)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return sorted(self._files)
+
+    @cached_property
+    def _row(self) -> dict[str, int]:
+        return {name: row for row, name in enumerate(self._names)}
+
+    @property
+    def tensors(self) -> int:
+        return len(self._files)
+
+    @staticmethod
+    def at(store: Store) -> HuggingFaceFolder | None:
+        """Open the published model in a folder; None if there is none that Holdfast reads."""
+        file = weights_file(store)
+        return None if file is None else HuggingFaceFolder(store, file)
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def find(self, wanted: Sequence[str]) -> Array:
+        return np.fromiter(map(self.find_one, wanted), np.int64, len(wanted))
+
+    def find_one(self, name: str) -> int:
+        return self._row.get(name, -1)
+
+    def select(self, rows: Array | None = None) -> Columns:
+        names = self._names if rows is None else [self._names[row] for row in rows.tolist()]
+        return hf.to_columns([self._place(name) for name in names], self._sizes)
+
+    def identity_of_files(self) -> str:
+        """Return a digest of the names, sizes and headers of all files."""
+        lines = [self.identity]
+        for file in sorted(set(self._files.values())):
+            header = self._header(file)
+            lines.append(f"{file} {self._sizes[file]} {hex_digest(digest(header.raw))}")
+        return hex_digest(digest("\n".join(lines).encode()))
+
+    def place(self, name: str) -> hf.Place | None:
+        return self._place(name) if name in self._files else None
+
+    def read_rows(self, name: str, rows: tuple[int, int] | None = None) -> bytes:
+        place = self._place(name)
+        row = math.prod(place.shape[-1:]) * int(ITEMSIZE[place.code])
+        first, count = rows or (0, math.prod(place.shape[:-1]))
+        where = f"{name!r} of {self._store.url}"
+        check_size(where, count * row, SMALL)  # a sparse file of any size costs nothing to create
+        with closing(self._store.open(place.file)) as reader, bounded_memory(where):
+            data = reader.read(place.position + first * row, count * row)
+        if len(data) != count * row:
+            raise CorruptCheckpoint(f"{self._store.url}/{place.file} ends before {name!r} does.")
+        with self._lock:
+            self.bytes_read += len(data)
+        return data
+
+    def _place(self, name: str) -> hf.Place:
+        file = self._files[name]
+        header = self._header(file)
+        entry = header.entries.get(name)
+        if entry is None:
+            raise self._mixed(f"{self.where} says that {file} holds {name!r}, which it does not.", file, name)
+        return hf.place_of(name, entry, header.data_start, file)
+
+    def _header(self, file: str) -> Header:
+        """Return a file's header, which is read and checked once."""
+        if file in self._headers:
+            return self._headers[file]
+        header = self._parse(file, self._raw_header(file))
+        for name in header.entries:
+            # transformers takes all tensors of the files that an index names, and of one name the last.
+            if self._files.get(name) != file:
+                there = self._files.get(name, "no file")
+                says = f"holds {name!r}, which {self.where} says is in {there}"
+                raise self._mixed(f"{self._store.url}/{file} {says}.", file, name)
+        self._headers[file] = header
+        return header
+
+    def _raw_header(self, file: str) -> bytes:
+        with closing(self._store.open(file)) as reader:
+            self._sizes[file] = reader.size
+            raw = raw_header(reader.read, reader.size, f"{self._store.url}/{file}")
+        self.bytes_read += len(raw)
+        return raw
+
+    def _parse(self, file: str, raw: bytes) -> Header:
+        where = f"{self._store.url}/{file}"
+        header = parse_header(raw, self._sizes[file], where)
+        hf.check_entries(header.entries, self._sizes[file] - header.data_start, where)
+        return header
+
+    def _read_index(self) -> bytes:
+        data = read_file(self._store, self._file, hf.WEIGHTS_INDEX_BYTES)
+        if data is None:
+            raise NotFound(f"{self.where} was removed meanwhile.")
+        self.bytes_read += len(data)
+        return data
+
+    def _mixed(self, sentence: str, file: str, name: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(
+            sentence,
+            hint="Files of two versions of the model may be mixed; copy the folder again.",
+            details={"file": file, "tensor": name},
+        )
+
+
+def read_config(store: Store) -> dict[str, object] | None:
+    """Return the content of a folder's `config.json`; None if there is none."""
+    data = read_file(store, hf.CONFIG, hf.CONFIG_BYTES)
+    return None if data is None else hf.decode(data, dict[str, object], f"{store.url}/{hf.CONFIG}")

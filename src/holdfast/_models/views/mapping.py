@@ -1,0 +1,303 @@
+"""Where the elements of a tensor lie in published tensors: segments, and the few ways in which models split
+and join them.
+
+A segment is a box of our tensor that is a box of one published tensor, up to the order of axes. A way takes
+the names of published tensors and the shape of ours, and gives segments that cover ours exactly once. It
+computes nothing with elements, so every way also works backwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from holdfast._core.layout.box import Box, whole
+from holdfast._core.layout.tensor import Dims
+from holdfast.errors import BadInput
+
+MINUS_ONE = "minus one"
+"""A change of elements: ours are the published ones minus one."""
+Sizes = Mapping[str, int]
+"""Numbers of a model's configuration, by Hugging Face's names."""
+
+
+class Segment(NamedTuple):
+    """A box of ours, and where it lies in a published tensor."""
+
+    box: Box
+    """In our tensor."""
+    name: str
+    """Of the published tensor."""
+    start: Dims
+    """Where the box begins in the published tensor."""
+    axes: tuple[int, ...]
+    """For each of our axes, the published axis that it corresponds to; -1 for an axis of length 1 that has
+    none. Along the other published axes the segment has one index."""
+    whole: Dims = ()
+    """The shape that the published tensor must have."""
+    split: bool = False
+    """Is `whole` the published shape with its last axis split into two?"""
+    change: str = ""
+    """What an import does with elements, and an export undoes: "" or MINUS_ONE."""
+
+    def theirs(self, part: Box) -> Box:
+        """Return the box of the published tensor for a part of `box`."""
+        shape = [1] * len(self.start)
+        offset = list(self.start)
+        for axis, low, begin, size in zip(self.axes, self.box.offset, part.offset, part.shape, strict=True):
+            if axis >= 0:
+                offset[axis] += begin - low
+                shape[axis] = size
+        return Box(tuple(offset), tuple(shape))
+
+    def ours(self, part: Box) -> Box | None:
+        """Return where a part of the published tensor lies in ours, cut to this segment; None if outside."""
+        common = self.theirs(self.box).intersect(part)
+        if common is None:
+            return None
+        offset, shape = list(self.box.offset), [1] * len(self.axes)
+        for index, axis in enumerate(self.axes):
+            if axis >= 0:
+                offset[index] += common.offset[axis] - self.start[axis]
+                shape[index] = common.shape[axis]
+        return Box(tuple(offset), tuple(shape))
+
+    def joined(self, part: Box) -> Box:
+        """Merge the two axes that `split` made of the published tensor's last axis. The part then has whole
+        pairs."""
+        if not self.split:
+            return part
+        inner = self.whole[-1]
+        return Box((*part.offset[:-2], part.offset[-2] * inner), (*part.shape[:-2], part.shape[-2] * inner))
+
+    @property
+    def published(self) -> Dims:
+        """The shape of the published tensor."""
+        return (*self.whole[:-2], self.whole[-2] * self.whole[-1]) if self.split else self.whole
+
+
+Way = Callable[[Sequence[str], Dims, Sizes], list[Segment]]
+
+
+def same(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """The published tensor itself."""
+    return [Segment(whole(shape), names[0], (0,) * len(shape), tuple(range(len(shape))), shape)]
+
+
+def concat(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """Equal parts, one below the other: gate and up."""
+    rows = _share(shape[0], len(names), names)
+    return [_rows(name, shape, (index * rows, rows), 0, rows) for index, name in enumerate(names)]
+
+
+def grouped(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """Attention by groups of queries: of each group its queries, its key, its value."""
+    groups = sizes["num_key_value_heads"]
+    heads = sizes["num_attention_heads"] // groups
+    row = _share(shape[0], groups * (heads + 2), names)
+    segments, first = [], 0
+    for group in range(groups):
+        for name, many in zip(names, (heads * row, row, row), strict=True):
+            segments.append(_rows(name, shape, (first, many), group * many, groups * many))
+            first += many
+    return segments
+
+
+def gated(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `grouped`, with a gate for each query: published, each head's query has its gate below it; ours, a
+    group has all its queries, then all its gates."""
+    groups = sizes["num_key_value_heads"]
+    heads = sizes["num_attention_heads"] // groups
+    row = _share(shape[0], groups * (2 * heads + 2), names)
+    queries, *others = names
+    segments, first = [], 0
+    for group in range(groups):
+        for part in range(2):
+            for head in range(group * heads, (group + 1) * heads):
+                start = (2 * head + part) * row
+                segments.append(_rows(queries, shape, (first, row), start, 2 * groups * heads * row))
+                first += row
+        for name in others:
+            segments.append(_rows(name, shape, (first, row), group * row, groups * row))
+            first += row
+    return segments
+
+
+def padded(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """The vocabulary, padded at its end to a number that ranks can share."""
+    words = sizes["vocab_size"]
+    if shape[0] < words:
+        raise BadInput(
+            f"{names[0]!r} has {words} rows, and the model has only {shape[0]}.",
+            hint="Build the model with the vocabulary of config.json, padded or not.",
+        )
+    return [_rows(names[0], shape, (0, words), 0, words)]
+
+
+def lowered(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """A norm's weight, of which ours is the difference to one."""
+    return [segment._replace(change=MINUS_ONE) for segment in same(names, shape, sizes)]
+
+
+def of_experts(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """One expert's part of all experts' in one tensor."""
+    published, axes = (sizes["num_experts"], *shape), tuple(range(1, len(shape) + 1))
+    return [Segment(whole(shape), names[0], (sizes["expert"], *(0,) * len(shape)), axes, published)]
+
+
+def of_experts_turned(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `of_experts`, with inputs along rows."""
+    published = (sizes["num_experts"], shape[1], shape[0])
+    return [Segment(whole(shape), names[0], (sizes["expert"], 0, 0), (2, 1), published)]
+
+
+def of_experts_mixed(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """One expert's gate above its up; published, inputs lie along rows, and gate and up take turns along
+    columns. A bias has columns only."""
+    rows, inputs = _share(shape[0], 2, names), shape[1:]
+    segments = []
+    for part in range(2):
+        box = Box((part * rows, *(0,) * len(inputs)), (rows, *inputs))
+        start = (sizes["expert"], *(0,) * len(inputs), 0, part)
+        axes = (2, 1) if inputs else (1,)
+        segments.append(
+            Segment(box, names[0], start, axes, (sizes["num_experts"], *inputs, rows, 2), split=True)
+        )
+    return segments
+
+
+def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
+    """Return the shape of a tensor of ours, from those of the published tensors that it is made of."""
+    first = shapes[0]
+    if way in _HEADS:
+        rows_of, part, _ = _HEADS[way]
+        parts, heads = rows_of(sizes)
+        return (parts[part] * heads, *first[1:])
+    if way in ("concat", "grouped", "gated"):
+        return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
+    # Of too few axes, these have too few as well, and `View.segments` refuses them.
+    if way == "of_experts":
+        return first[1:]
+    if way == "of_experts_turned":
+        return (*first[2:], *first[1:2])
+    if way == "of_experts_mixed":
+        return (*first[-1:], *first[1:-1])
+    return first
+
+
+_ENTRY = re.compile(r"(?:(?P<way>[a-z_]+)\()?(?P<names>[^()]+?)\)?")
+
+
+class Rule(NamedTuple):
+    """The right side of a table's entry: a way, and its names, with `{layer}` and `{expert}` in them."""
+
+    way: str
+    names: tuple[str, ...]
+    otherwise: Rule | None = None
+    """The rule to use if the folder has no tensor of the first name."""
+    if_tied: bool = False
+    """Does `otherwise` apply only if the model's output layer shares its embedding?"""
+
+
+def parse(entry: str, where: str) -> Rule:
+    """Parse `name` or `way(name, name)`, optionally followed by ` or ` or ` or tied ` and another one."""
+    text, _, other = entry.partition(" or ")
+    match = _ENTRY.fullmatch(text.strip())
+    way = match["way"] or "same" if match else ""
+    if match is None or way not in WAYS:
+        raise BadInput(
+            f"{where}: {entry!r} is no entry of a table.", hint=f"Write a name, or one of {', '.join(WAYS)}."
+        )
+    otherwise = parse(other.removeprefix("tied "), where) if other else None
+    names = tuple(name.strip() for name in match["names"].split(","))
+    return Rule(way, names, otherwise, other.startswith("tied "))
+
+
+def _by_key_heads(sizes: Sizes) -> tuple[Dims, int]:
+    keys, key = sizes["linear_num_key_heads"], sizes["linear_key_head_dim"]
+    value = sizes["linear_num_value_heads"] // keys * sizes["linear_value_head_dim"]
+    return (key, key, value, value), keys
+
+
+def _by_value_heads(sizes: Sizes) -> tuple[Dims, int]:
+    keys = sizes["linear_num_key_heads"]
+    many = sizes["linear_num_value_heads"] // keys
+    return (many, many), keys
+
+
+def _stacked(sizes: Sizes) -> tuple[Dims, int]:
+    key = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
+    return (key, key, sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]), 1
+
+
+_HEADS: dict[str, tuple[Callable[[Sizes], tuple[Dims, int]], int, str]] = {
+    "delta_query": (
+        _by_key_heads,
+        0,
+        "The queries of a gated delta net. Published, rows go by key heads: of each its query, its key, its "
+        "values, their gates.",
+    ),
+    "delta_key": (_by_key_heads, 1, "As `delta_query`: the keys."),
+    "delta_value": (_by_key_heads, 2, "As `delta_query`: the values."),
+    "delta_gate": (_by_key_heads, 3, "As `delta_query`: the gates."),
+    "delta_beta": (
+        _by_value_heads,
+        0,
+        "One row for each value head. Published, of each key head those of its value heads, then as many "
+        "others.",
+    ),
+    "delta_alpha": (_by_value_heads, 1, "As `delta_beta`: the others."),
+    "stacked_query": (
+        _stacked,
+        0,
+        "The queries of a gated delta net. Published, all queries stand above all keys, these above all "
+        "values.",
+    ),
+    "stacked_key": (_stacked, 1, "As `stacked_query`: the keys."),
+    "stacked_value": (_stacked, 2, "As `stacked_query`: the values."),
+}
+"""By way, for gated delta nets: what tells the rows of each part of a head, and the number of heads; which
+part it is; and its description. Published, a head has all its parts, one below the other."""
+
+
+def _of_heads(way: str) -> Way:
+    rows_of, part, about = _HEADS[way]
+
+    def take(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+        parts, heads = rows_of(sizes)
+        mine, each = parts[part], sum(parts)
+        if shape[0] != mine * heads:
+            raise BadInput(
+                f"{shape[0]} rows can't be the {mine * heads} that {names[0]!r} has of them.",
+                hint="Build the model with the sizes of config.json.",
+            )
+        return [
+            _rows(names[0], shape, (head * mine, mine), head * each + sum(parts[:part]), heads * each)
+            for head in range(heads)
+        ]
+
+    take.__doc__ = about
+    return take
+
+
+def _rows(name: str, shape: Dims, ours: tuple[int, int], start: int, rows: int) -> Segment:
+    """Make a segment of whole rows: ours, `(first, count)`, are those from `start` on of a published tensor
+    with `rows` rows."""
+    rest, sides = (0,) * (len(shape) - 1), shape[1:]
+    first, count = ours
+    box = Box((first, *rest), (count, *sides))
+    return Segment(box, name, (start, *rest), tuple(range(len(shape))), (rows, *sides))
+
+
+def _share(rows: int, parts: int, names: Sequence[str]) -> int:
+    if rows % parts:
+        raise BadInput(
+            f"{rows} rows can't be made of {parts} equal parts of {', '.join(names)}.",
+            hint="The configuration of the model does not fit its tensors.",
+        )
+    return rows // parts
+
+
+_PLAIN = (same, concat, grouped, gated, padded, lowered, of_experts, of_experts_turned, of_experts_mixed)
+WAYS: dict[str, Way] = {way.__name__: way for way in _PLAIN} | {name: _of_heads(name) for name in _HEADS}

@@ -1,0 +1,212 @@
+"""Which boxes of stored tensors the ranks of a grid need: of a published model, by the table of its family,
+and of a checkpoint of megatron-core's model, by its tensors' names.
+
+The ranks of a stage take a tensor whole if it is not known how it is split; `Needs.unknown` lists those.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import NamedTuple
+
+from holdfast._core.format.names import rank_in_name
+from holdfast._core.layout.box import Box, union, whole
+from holdfast._core.layout.tensor import TENSOR, Dims, TensorSpec
+from holdfast._models.views.family import TableEntry, View
+from holdfast._models.views.hub_format import SCALES
+from holdfast._models.views.mapping import shape_made
+from holdfast._models.views.rank_share import ModelSizes, RankShare, how_cut
+from holdfast.errors import BadInput
+
+_OURS = ("embedding.", "decoder.", "output_layer.", "mtp.")
+"""How megatron-core's names begin; families have transformers' names, too."""
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
+_LAYER = re.compile(r"(?:\A|\.)layers\.(\d+)\.")
+_HOLES = re.compile(r"\{\w+\}")
+_GATED = ("concat", "of_experts_mixed")
+"""Ways that put a gate above its up projection."""
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.[^.]+\.")
+"""What an optimizer state has before its parameter's name; it has the parameter's shape."""
+_TRAINING = re.compile(r"chained_\d+\.|optimizer\.|rng_state")
+"""How names begin that belong to no weight."""
+Specs = Mapping[str, TensorSpec]
+"""Stored tensors by name."""
+
+
+class Needs(NamedTuple):
+    """What one or several ranks need."""
+
+    boxes: dict[str, list[Box]]
+    """By name: boxes that don't overlap."""
+    unknown: frozenset[str]
+    """Names of tensors that are taken whole because it is not known whether and how ranks share them."""
+
+
+def together(needs: Iterable[Needs]) -> Needs:
+    """Join the needs of several ranks, each byte once."""
+    boxes: dict[str, dict[Box, None]] = {}
+    unknown: set[str] = set()
+    for need in needs:
+        unknown |= need.unknown
+        for name, some in need.boxes.items():
+            boxes.setdefault(name, {}).update(dict.fromkeys(some))
+    return Needs({name: union(list(boxes[name])) for name in sorted(boxes)}, frozenset(unknown))
+
+
+# -- a published model ------------------------------------------------------------------------------------
+
+
+def sizes_published(view: View | None, specs: Specs, words: int) -> ModelSizes:
+    """Return the sizes of a published model. view: None if its family is not known. words: rows of the padded
+    vocabulary; 0: not known."""
+    if view is None:
+        layers = {int(match[1]) for name in specs if (match := _LAYER.search(name))}
+        return ModelSizes(max(layers, default=-1) + 1, 0, False, 0, words)
+    predicts = view.sizes.get("num_nextn_predict_layers", 0)
+    experts = view.sizes.get("num_experts", 0)
+    return ModelSizes(view.sizes["num_hidden_layers"], experts, view.is_tied, max(predicts, 0), words)
+
+
+def of_published(view: View | None, specs: Specs, share: RankShare) -> Needs:
+    """Return what a rank needs of a published model."""
+    boxes: defaultdict[str, list[Box]] = defaultdict(list)
+    if view is not None:
+        for entry in view.family.entries.values():
+            if entry.name.startswith(_OURS):
+                for name, numbers in _names_held(entry, share):
+                    for published, box in _parts_held(view, entry, name, numbers, specs, share):
+                        boxes[published].append(box)
+    unknown = {name for name in _unclaimed(view, specs) if _of_stage(name, share)}
+    scales = {name + SCALES for name in {*boxes, *unknown}} & specs.keys()
+    boxes |= {name: [whole(specs[name].shape)] for name in unknown | scales}
+    return Needs({name: union(some) for name, some in boxes.items()}, frozenset(unknown))
+
+
+def _names_held(entry: TableEntry, share: RankShare) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield the names of an entry's tensors that a rank has, with the numbers in them."""
+    if "layer" not in entry.holes:
+        yield entry.name, {}
+        return
+    for layer in chain.from_iterable(share.layer_ranges(entry.name)):
+        for expert in share.experts if "expert" in entry.holes else (0,):
+            yield entry.name.format(layer=layer, expert=expert), {"layer": layer, "expert": expert}
+
+
+def _parts_held(
+    view: View, entry: TableEntry, name: str, numbers: dict[str, int], specs: Specs, share: RankShare
+) -> Iterator[tuple[str, Box]]:
+    """Yield the parts of published tensors that make up what a rank has of a tensor."""
+    rule, published = view.rule(entry, numbers)
+    # A family has names for several ways in which megatron-core builds a layer, and for parts that only some
+    # models have. The load will report what is missing.
+    if any(one not in specs for one in published):
+        return
+    shape = shape_made(rule.way, [specs[one].shape for one in published], view.sizes)
+    for box in share.boxes(name, shape, 2 if entry.rule.way in _GATED else 1):
+        for segment in view.segments(name, shape, box):
+            stored = specs[segment.name].shape
+            if segment.published != stored:
+                raise BadInput(
+                    f"{segment.name!r} has shape {list(stored)}, and the sizes in config.json do not fit.",
+                    details={"tensor": segment.name},
+                )
+            yield segment.name, segment.joined(segment.theirs(segment.box))
+
+
+def _unclaimed(view: View | None, specs: Specs) -> list[str]:
+    """List the stored names that the family does not use."""
+    if view is None:
+        return list(specs)
+    possible = chain.from_iterable(map(view.possible, view.family.entries.values()))
+    known = {_HOLES.sub("#", name) for name in possible}
+    return [name for name in specs if _NUMBERS.sub("#", name.removesuffix(SCALES)) not in known]
+
+
+def _of_stage(name: str, share: RankShare) -> bool:
+    """Return whether a tensor of no family is on this stage, by the number of its layer."""
+    layer = _LAYER.search(name)
+    if layer is None:
+        return True
+    number = int(layer[1])
+    beyond = share.last and number >= share.sizes.layers
+    return beyond or any(number in some for some in share.layers)
+
+
+# -- a checkpoint of megatron-core's model ----------------------------------------------------------------
+
+
+def sizes_stored(specs: Specs, words: int) -> ModelSizes:
+    """Return the sizes of the model in a checkpoint."""
+    embedding = specs.get("embedding.word_embeddings.weight")
+    predicts = {int(match[1]) for name in specs if (match := re.match(r"mtp\.layers\.(\d+)\.", name))}
+    return ModelSizes(
+        _count(specs, re.compile(r"decoder\.layers\.(?:(\d+)\.)?"), 0),
+        _count(specs, re.compile(r".*\.experts\.experts\.(?:(\d+)\.)?"), 1),
+        "output_layer.weight" not in specs,
+        max(predicts, default=-1) + 1,
+        words or (embedding.shape[0] if embedding is not None and embedding.shape else 0),
+    )
+
+
+def _count(specs: Specs, pattern: re.Pattern[str], axis: int) -> int:
+    """Count layers or experts by names and shapes."""
+    most = 0
+    for name, spec in specs.items():
+        match = pattern.match(name)
+        if match is None or spec.kind != TENSOR:
+            continue
+        if match[1] is not None:
+            most = max(most, int(match[1]) + 1)
+            continue
+        # Layers have no axis where their numbers are in the name.
+        position = axis - (1 if axis and re.search(r"layers\.\d+\.", name) else 0)
+        most = max(most, spec.shape[position] if len(spec.shape) > position else 0)
+    return most
+
+
+def of_stored(specs: Specs, share: RankShare, rank: int, weights_only: bool) -> Needs:
+    """Return what a rank needs of a checkpoint of megatron-core's model.
+
+    weights_only: leave out the optimizer's state and the states of random generators.
+    """
+    boxes: dict[str, list[Box]] = {}
+    unknown: set[str] = set()
+    for name, spec in specs.items():
+        if weights_only and _TRAINING.match(name):
+            continue
+        if spec.kind != TENSOR:  # small, and perhaps another rank's if the layout was different
+            boxes[name] = [whole(spec.shape)]
+            continue
+        if rank_in_name(name) not in (None, rank):
+            continue
+        parameter = _STATE.sub("", name, count=1)
+        is_known = parameter.startswith(_OURS)
+        needed = [whole(spec.shape)]
+        if is_known:
+            needed = share.boxes(parameter, spec.shape, _parts(parameter, spec.shape, specs))
+        if needed:
+            boxes[name] = union(needed)
+            if not is_known or _is_in_doubt(parameter, spec.shape, share):
+                unknown.add(name)
+    return Needs(boxes, frozenset(unknown))
+
+
+def _parts(name: str, shape: Dims, specs: Specs) -> int:
+    """Return 2 for a gate and its up projection, concatenated: it has twice as many rows as the next layer
+    has columns. Else 1."""
+    if "linear_fc1." not in name:
+        return 1
+    after = specs.get(re.sub(r"linear_fc1\.(weight|bias)(\d*)\Z", r"linear_fc2.weight\2", name))
+    rows = shape[-2:-1] if name.rpartition(".")[2].startswith("weight") else shape[-1:]
+    if after is None or not rows or not after.shape:
+        return 1
+    return 2 if rows[0] == 2 * after.shape[-1] else 1
+
+
+def _is_in_doubt(name: str, shape: Dims, share: RankShare) -> bool:
+    """Return whether a matrix is taken whole because it is not known how it is split."""
+    axes = len(shape) - len(re.findall(r"(?:layers|experts\.experts)\.(?!\d)", name))
+    return how_cut(name) is None and axes > 1 and max(share.tp[1], share.etp[1]) > 1

@@ -1,0 +1,166 @@
+"""Load a published model by the names and shapes that the state has.
+
+A row whose name the folder does not have becomes rows of the tensors that it is made of (`views`): each is a
+box of a published tensor, and a view of the memory that it fills, with the published order of axes. So the
+reader knows nothing of models, and nothing is read twice or held in memory as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast._core.io.source import Rows
+from holdfast._core.layout.box import Box, whole
+from holdfast._core.layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, TensorSpec
+from holdfast._core.plan.shard_table import Memory, ShardTable
+from holdfast._core.state.memory import ShiftedMemory, TensorMemory, check_is_view, torch_dtype
+from holdfast._core.state.reordered import as_published
+from holdfast._models.views.hub_format import Place
+from holdfast._models.views.hugging_face import PublishedModel
+from holdfast._models.views.mapping import MINUS_ONE, Segment
+from holdfast._models.views.scaled import IN_8_BITS, in_blocks, is_packed, packed_part
+from holdfast.errors import LoadFailed, MissingTensors, ShapeMismatch
+
+
+def see_published(source: PublishedModel, table: ShardTable, owner: Sequence[int]) -> Rows:
+    """Translate the rows of a state into rows of what `source` holds (`ForeignSource.translate`)."""
+    seen = Rows(ShardTable(table.rank), [], [])
+    look = _Look(source, seen.table, seen.blank)
+    for row, leaf in enumerate(owner):
+        look.add(table.specs[row], table.boxes[row], table, row)
+        seen.owner.extend([leaf] * (len(seen.table) - len(seen.owner)))
+    return seen
+
+
+def published_regions(source: PublishedModel, spec: TensorSpec) -> list[tuple[int, Box]]:
+    """Return the dtypes that one of megatron-core's tensors is published in, and the boxes of each, without
+    padding. A part that is computed from what is published (by scales, or less one) counts as float32.
+
+    Raises MissingTensors if a part is not there.
+    """
+    regions: list[tuple[int, Box]] = []
+    for segment in source.view.segments(spec.name, spec.shape, whole(spec.shape)):
+        place = source.place(segment.name)
+        if place is None and not is_packed(source, segment.name):
+            raise _not_there(source, segment.name, spec)
+        code = place.code if place is not None else CODE_OF["float32"]
+        if segment.change or code == IN_8_BITS != spec.dtype:
+            code = CODE_OF["float32"]
+        regions.append((code, segment.box))
+    if len({dtype for dtype, _ in regions}) > 1:
+        return regions
+    # All have one dtype: one box is enough, which ends where padding along the first axis begins.
+    rows = max((box.stop[0] for _, box in regions if box.shape), default=0)
+    return [(regions[0][0], Box((0,) * len(spec.shape), (rows, *spec.shape[1:]) if spec.shape else ()))]
+
+
+def _not_there(source: PublishedModel, name: str, spec: TensorSpec) -> MissingTensors:
+    source.refuse_quantized(name)
+    return MissingTensors(
+        f"{source.where} does not hold {name!r}, of which {spec.name!r} is made.",
+        hint="A file of the model is missing, or config.json is of another one.",
+        details={"missing": [name]},
+    )
+
+
+@dataclass
+class _Look:
+    source: PublishedModel
+    seen: ShardTable
+    blank: list[int]
+
+    def add(self, spec: TensorSpec, box: Box, table: ShardTable, row: int) -> None:
+        memory = table.memory[row]
+        if spec.kind == OBJECT or not isinstance(memory, TensorMemory):
+            if "_extra_state" not in spec.name:  # Transformer Engine's, which no published model has
+                self.seen.extend(table.take([row]))
+            return
+        place = self.source.place(spec.name)
+        if place is not None and not (place.code == IN_8_BITS != spec.dtype):
+            self._check_dtype(place, spec)
+            self.seen.extend(table.take([row]))
+            return
+        segments: list[Segment]
+        if place is not None or is_packed(self.source, spec.name):
+            axes = tuple(range(len(spec.shape)))
+            segments = [Segment(box, spec.name, box.offset, axes, spec.shape)]
+        elif self.source.config and self.source.view.knows(spec.name):
+            segments = list(self.source.view.segments(spec.name, spec.shape, box))
+        else:
+            self.source.refuse_quantized(spec.name)
+            self.seen.extend(table.take([row]))  # the load reports it as missing
+            return
+        covered = sum(segment.box.volume for segment in segments)
+        if covered < box.volume:
+            if not self.source.view.is_padded(spec.name):
+                raise LoadFailed(
+                    f"The family {self.source.view.family.name!r} gives {spec.name!r} {covered} elements of "
+                    f"{box.volume}.",
+                    hint="This is a defect of Holdfast; nothing was read into the state.",
+                )
+            self.blank.append(row)
+        for segment in segments:
+            target = memory.tensor.detach()[segment.box.relative_to(box.offset).slices()]
+            check_is_view(target, memory.tensor)
+            self._add_segment(segment, spec, target)
+
+    def _add_segment(self, segment: Segment, spec: TensorSpec, target: torch.Tensor) -> None:
+        place, theirs = self.source.place(segment.name), segment.theirs(segment.box)
+        view = as_published(target, segment.axes, len(theirs.shape))
+        if place is None and is_packed(self.source, segment.name):
+            some = packed_part(self.source, segment, spec, view)
+            self.seen.add(some.spec, some.box, (0, 1), False, some)
+            return
+        if place is None:
+            raise _not_there(self.source, segment.name, spec)
+        self._check(segment, place, spec)
+        self._check_dtype(place, spec)
+        stored = torch_dtype(place.code)
+        memory: Memory = TensorMemory(view, stored)
+        if place.code == IN_8_BITS != spec.dtype:
+            memory = in_blocks(self.source, place, view, theirs.offset)
+        elif segment.change == MINUS_ONE:
+            memory = ShiftedMemory(view, stored, -1)
+        elif segment.split:
+            memory = _EverySecond(view.squeeze(-1), stored, theirs.offset[-1])
+        read = TensorSpec(place.name, place.code, place.shape)
+        self.seen.add(read, segment.joined(theirs), (0, 1), False, memory)
+
+    def _check(self, segment: Segment, place: Place, spec: TensorSpec) -> None:
+        if place.shape != segment.published:
+            raise ShapeMismatch(
+                f"{self.source.where} holds {place.name!r} with shape {list(place.shape)}; {spec.name!r} "
+                f"with global shape {list(spec.shape)} needs {list(segment.published)}.",
+                hint="Build the model with the sizes of config.json.",
+                details={"tensor": spec.name},
+            )
+
+    def _check_dtype(self, place: Place, spec: TensorSpec) -> None:
+        """Refuse a conversion that is not between floating-point dtypes: quantised elements mean nothing
+        without their scales."""
+        scaled = place.code == IN_8_BITS and spec.dtype in FLOATS
+        if place.code != spec.dtype and not scaled and not {place.code, spec.dtype} <= set(FLOATS):
+            self.source.refuse_quantized(place.name)
+            raise ShapeMismatch(
+                f"{self.source.where} holds {place.name!r} in {DTYPES[place.code].name}, and {spec.name!r} "
+                f"is {DTYPES[spec.dtype].name}: Holdfast does not convert between these.",
+                hint="Of quantised models those in e4m3 with scales of blocks are read, and those in mxfp4.",
+                details={"tensor": spec.name},
+            )
+
+
+class _EverySecond(TensorMemory):
+    """Every second column of what is read, from column 0 or 1 on: a gate or its up projection."""
+
+    def __init__(self, tensor: torch.Tensor, stored: torch.dtype, turn: int) -> None:
+        super().__init__(tensor, stored, 0)
+        self._turn = turn
+
+    def put(self, box: Box, values: torch.Tensor) -> None:
+        skipped = (self._turn - box.offset[-1]) % 2
+        taken = values[..., skipped::2]
+        first = (box.offset[-1] + skipped) // 2
+        super().put(Box((*box.offset[:-1], first), (*box.shape[:-1], taken.shape[-1])), taken)

@@ -1,0 +1,214 @@
+"""Remove files that no index refers to, and old steps on request; never files that may still be needed.
+
+These rules keep it safe:
+- A folder is listed before its index is read, so the index names a file that is committed in between.
+- Files that no index names are removed only if the youngest of their folder is old enough. Ranks of a running
+  save finish at different times, and all its files must stay.
+- A step whose index can't be read is not touched, because its files may be all that is left of it. Nor does
+  it count as one of the newest steps.
+- Links are not followed, and stay. Only files with names that Holdfast alone gives, or that an index names,
+  are removed, and only folders with the names that it gives to steps, once nothing else is in them.
+- The folder of another format's checkpoint stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+import msgspec
+
+from holdfast._core.format.names import CONFIG, DATA, INDEX, METADATA
+from holdfast._core.io.index_file import nothing_there, open_index
+from holdfast._core.io.old_steps import entries, old_files, own_names, remove_step
+from holdfast._core.store.base import FOLDERS, Entry, Folder, Kind, Store
+from holdfast._core.store.branches import is_left, left_behind
+from holdfast._core.store.local import open_store
+from holdfast._core.store.publishing import HIDDEN
+from holdfast._core.store.run_folder import all_step_folders, is_linked, is_spelled_as_ours
+from holdfast.errors import BadInput, HoldfastError, NotCommitted
+
+HOUR = 3600.0
+_OTHERS = "it holds files that no save of Holdfast has made"
+
+
+class Removed(msgspec.Struct, frozen=True):
+    """A file or step that was removed, or would be in a dry run."""
+
+    path: str
+    """Path relative to the run folder."""
+    why: str
+    bytes: int
+    """Freed bytes, without files to which another step has hard links (`Options.link_unchanged`)."""
+
+
+class Skipped(msgspec.Struct, frozen=True):
+    """A file or step that was not removed although it is unreferenced or old."""
+
+    path: str
+    why: str
+
+
+class Pruned(msgspec.Struct, frozen=True):
+    """The result of `prune`, or of a dry run."""
+
+    path: str
+    dry_run: bool
+    removed: tuple[Removed, ...]
+    skipped: tuple[Skipped, ...]
+    bytes_freed: int
+    kept: tuple[int, ...]
+    """Committed steps that remain."""
+    note: str = ""
+    """A description of a folder without any steps."""
+
+
+class _Sweep:
+    def __init__(self, store: Store, older_than: float, dry_run: bool) -> None:
+        self.store, self.dry_run = store, dry_run
+        # Only here are file times compared with a clock of this host (docs/failure-model.md, Clocks).
+        self.before = time.time() - older_than
+        self.removed: list[Removed] = []
+        self.skipped: list[Skipped] = []
+        self.good: dict[str, int] = {}
+        """Folders of the committed steps whose index can be read, with their step."""
+        self.busy: set[str] = set()
+        """Folders that a running save may be writing to."""
+
+    def top(self) -> None:
+        """Remove files of the run folder itself that were never renamed into place."""
+        for name in self.store.list():
+            if not name.startswith(HIDDEN) or name.endswith("/"):
+                continue
+            entry = self.store.stat(name)
+            if entry is not None and entry.kind is Kind.FILE and entry.modified <= self.before:
+                self._remove(name, _freed(entry), "it was never put in place")
+
+    def step(self, step: int, folder: str) -> None:
+        """Remove the left-overs of one step folder."""
+        if is_linked(self.store, folder):
+            self.skipped.append(Skipped(folder, "it is a link; what it leads to is not this run's to delete"))
+            return
+        step_store = self.store.child(folder)
+        # Listed before the index is read: otherwise a file that is committed in between would look like a
+        # left-over.
+        names = own_names(step_store)
+        try:
+            with open_index(step_store) as index:
+                named = {*index.file_names(), INDEX, METADATA, CONFIG}
+                index.select()  # a step counts as committed only if all of its index can be read
+            self.good[folder] = step
+            why = "no index names it"
+        # Also raised for a checkpoint of torch DCP, of which only files with our names are considered.
+        except NotCommitted:
+            named, why = set(), "the step was never committed"
+        # The files may be all that is left of the step, and `reindex` may restore it.
+        except HoldfastError as error:
+            self.skipped.append(Skipped(folder, f"its index can't be read: {error.message}"))
+            return
+        left = entries(step_store, (name for name in names if name not in named))
+        # All or none: ranks of a running save finish at different times, so its first files may be old.
+        if any(_newest_time(entry) > self.before for entry in left.values()):
+            self.busy.add(folder)
+            self.skipped.append(Skipped(folder, "a file in it is young, so a save may be running"))
+            return
+        for name, entry in left.items():
+            self._remove(f"{folder}/{name}", _freed(entry), why)
+        if folder not in self.good:
+            self._remove_folder(folder, left)
+
+    def _remove(self, path: str, size: int, why: str) -> None:
+        if not self.dry_run:
+            self.store.delete(path)
+        self.removed.append(Removed(path, why, size))
+
+    def _remove_folder(self, folder: str, left: Collection[str]) -> None:
+        """Remove a step folder that has no index and no other files than `left`; a save makes it again."""
+        # An empty, young folder may be of a save that has just begun. A removal in it would have renewed its
+        # time, so the time counts only if nothing was removed here.
+        entry = self.store.stat(folder)
+        if not left and entry is not None and entry.modified > self.before:
+            self.skipped.append(Skipped(folder, "the folder is young, so a save may be running"))
+            return
+        others = self._others(folder, left)
+        if METADATA in others:
+            self.skipped.append(Skipped(folder, "it is a checkpoint of another format"))
+        elif others:
+            self.skipped.append(Skipped(folder, _OTHERS))
+        elif is_spelled_as_ours(folder):
+            self.removed.append(Removed(folder, "the step was never committed", 0))
+            if not self.dry_run:
+                # Fails if a save begins right now, which keeps its folder.
+                self.store.child(f"{folder}/{DATA}").remove()
+                self.store.child(folder).remove()
+
+    def _others(self, folder: str, ours: Collection[str]) -> set[str]:
+        """List what is in a step folder besides `ours`; in a dry run these are still there."""
+        inside = {f"{DATA}/{name}" for name in self.store.list(f"{folder}/{DATA}")}
+        return {*self.store.list(folder), *inside} - {f"{DATA}/", *ours}
+
+    def old(self, keep: int) -> None:
+        """Remove committed steps beyond the newest `keep` that can be read."""
+        # `good` ascends by step, in the order of the visits; those left behind count as older. It has only
+        # steps that can be read, so a damaged newest step never displaces the last good one.
+        listed = left_behind(self.store)
+        left = {one for one in self.good if is_left(self.store, listed, one, INDEX)}
+        ours = sorted(filter(is_spelled_as_ours, self.good), key=lambda one: one not in left)
+        gone = {item.path for item in self.removed}  # left-overs: in a dry run they are still there
+        for folder in ours[: max(len(ours) - keep, 0)]:
+            if folder in self.busy:
+                continue  # reported already
+            files = old_files(self.store.child(folder))
+            size = sum(_freed(entry) for name, entry in files.items() if f"{folder}/{name}" not in gone)
+            others = self._others(folder, files)
+            if not self.dry_run:
+                remove_step(self.store, folder)
+                if self.store.stat(f"{folder}/{INDEX}") is not None:
+                    self.skipped.append(Skipped(folder, "it is being read"))
+                    continue
+            # Also in a dry run: `kept` is what would be left.
+            del self.good[folder]
+            why = (
+                "the run has left it behind" if folder in left else f"older than the newest {keep} committed"
+            )
+            self.removed.append(Removed(folder, why, size))
+            if others:
+                self.skipped.append(Skipped(folder, _OTHERS))
+
+
+def _newest_time(entry: Entry) -> float:
+    # A save that is running has linked a file of an old step (`Options.link_unchanged`): the name is young.
+    return entry.modified if entry.links == 1 else max(entry.modified, entry.named)
+
+
+def _freed(entry: Entry) -> int:
+    return entry.size if entry.links == 1 else 0
+
+
+def prune(run: Folder, keep: int | None = None, older_than: float = HOUR, dry_run: bool = False) -> Pruned:
+    """Remove the left-overs of a run folder.
+
+    keep: also remove all but the newest `keep` committed steps. older_than: seconds; younger left-overs stay.
+    """
+    store = open_store(run)
+    entry = store.stat()
+    if entry is None or entry.kind not in FOLDERS:
+        raise BadInput(f"{store.url} " + ("does not exist." if entry is None else "is a file, not a folder."))
+    if INDEX in store.list():
+        raise BadInput(
+            f"{store.url} is a checkpoint, not a run folder.", hint="Give the folder that its steps lie in."
+        )
+    sweep = _Sweep(store, older_than, dry_run)
+    sweep.top()
+    steps = all_step_folders(store)
+    for step, folder in steps:
+        try:
+            sweep.step(step, folder)
+        except HoldfastError as error:
+            sweep.skipped.append(Skipped(folder, error.message))
+    if keep is not None:
+        sweep.old(keep)
+    note = "" if steps else str(nothing_there(store))
+    freed = sum(item.bytes for item in sweep.removed)
+    kept = tuple(dict.fromkeys(sweep.good.values()))
+    return Pruned(store.url, dry_run, tuple(sweep.removed), tuple(sweep.skipped), freed, kept, note)

@@ -1,0 +1,74 @@
+"""`holdfast export`."""
+
+from __future__ import annotations
+
+import click
+
+from holdfast._core.base.values import size_text
+from holdfast._tools.cli import output
+
+
+@click.command("export")
+@click.argument("kind", type=click.Choice(["torch_dist", "hf"]))
+@click.argument("source", type=click.Path())
+@click.argument("out", type=click.Path())
+@click.option("--like", type=click.Path(), help="hf: the folder of the published model, with config.json.")
+@click.option(
+    "--dtype",
+    help="hf: of floating-point weights; by default as in --like, never wider than they are stored.",
+)
+@click.option("--partial", is_flag=True, help="hf: leave out what the checkpoint has nothing for.")
+@output.as_json
+def command(
+    kind: str, source: str, out: str, like: str | None, dtype: str | None, partial: bool, as_json: bool
+) -> None:
+    """Convert a Holdfast checkpoint to torch DCP and megatron-core, or its weights to Hugging Face.
+
+    torch_dist: to one that torch DCP and megatron-core load. OUT must not exist, or be empty. After an
+    interruption the same command starts again.
+
+    hf: its weights to a folder that transformers loads. SOURCE has a model of megatron-core's; --like gives
+    configuration and tokenizer. After an interruption the same command goes on. A few hundred MB of memory.
+    """
+    if kind == "hf":
+        _to_huggingface(source, out, like, dtype, partial, as_json)
+        return
+    if like or dtype or partial:
+        raise click.UsageError("--like, --dtype and --partial are for hf.")
+    from holdfast._frameworks.torch_dist import export_torch_dist
+
+    with output.progress(f"export {source}") as advance:
+        written = export_torch_dist(source, out, progress=advance)
+    if as_json:
+        output.print_json({"path": out, "bytes_written": written})
+    else:
+        output.say(f"{out}: {size_text(written)}.")
+
+
+def _to_huggingface(
+    source: str, out: str, like: str | None, dtype: str | None, partial: bool, as_json: bool
+) -> None:
+    from holdfast._core.protocol.job import Job
+    from holdfast._models.huggingface.export import export_huggingface
+
+    if like is None:
+        raise click.UsageError("hf needs --like, the folder of the published model.")
+    with output.progress(f"export {source}") as advance:
+        report = export_huggingface(
+            source,
+            out,
+            like=like,
+            dtype=dtype,
+            strict=not partial,
+            progress=advance,
+            job=Job(no_dist=True, timeout=7 * 86400.0),
+        )
+    if as_json:
+        output.print_json(report)
+        return
+    output.say(
+        f"{report.path}: {output.count(report.tensors, 'tensor')} in {output.count(report.files, 'file')}, "
+        f"{size_text(report.bytes_written)} written."
+    )
+    if report.missing:
+        output.say(f"Left out: {output.listed(report.missing, 10)}.")

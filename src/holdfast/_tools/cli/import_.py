@@ -1,0 +1,50 @@
+"""`holdfast import`."""
+
+from __future__ import annotations
+
+import click
+
+from holdfast._core.base.values import size_text
+from holdfast._tools.cli import output
+
+
+@click.command("import")
+@click.argument("kind", type=click.Choice(["torch_dist", "hf", "zero"]))
+@click.argument("source", type=click.Path())
+@click.argument("out", type=click.Path())
+@click.option("--step", type=click.IntRange(min=0), help="The step to note in the new checkpoint.")
+@click.option("--fingerprint", is_flag=True, help="Note fingerprints, by which `holdfast same` compares.")
+@output.as_json
+def command(kind: str, source: str, out: str, step: int | None, fingerprint: bool, as_json: bool) -> None:
+    """Convert checkpoints of torch DCP, megatron-core and DeepSpeed, and models of Hugging Face.
+
+    torch_dist: SOURCE is the folder that has its .metadata. Its CRCs are checked.
+
+    hf: SOURCE is the folder of a published model. Names stay as they are; digests are added. It loads in any
+    layout, like the folder itself.
+
+    zero: SOURCE is a folder of DeepSpeed's (ZeRO 1, 2, 3, or universal), or that with its file `latest`. Its
+    CRCs are checked first. --step is its number of steps if it is not given.
+
+    OUT must not exist, or be empty. After an interruption the same command starts again. One process, a part
+    of a tensor in memory at a time. Nothing in SOURCE is executed.
+    """
+    # Imported here, because they import torch, and `--help` must not.
+    from holdfast._core.base.options import Options
+    from holdfast._core.protocol.job import Job
+    from holdfast._frameworks.deepspeed.importing import import_zero
+    from holdfast._frameworks.torch_dist import import_torch_dist
+    from holdfast._models.huggingface.importing import import_huggingface
+
+    with output.progress(f"import {source}") as advance:
+        if kind == "hf":
+            job = Job(options=Options(fingerprint=fingerprint), no_dist=True, timeout=7 * 86400.0)
+            report = import_huggingface(source, out, step=step, progress=advance, job=job)
+        else:
+            convert = import_zero if kind == "zero" else import_torch_dist
+            report = convert(source, out, step=step, fingerprint=fingerprint, progress=advance)
+    if as_json:
+        output.print_json(report)
+        return
+    names, size = output.count(report.tensors, "name"), size_text(report.bytes_written)
+    output.say(f"{report.path}: {names}, {size} in {report.seconds:.1f} s.")

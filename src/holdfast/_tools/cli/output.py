@@ -1,0 +1,137 @@
+"""Output of commands: JSON, tables, sizes, times and a progress bar.
+
+Names in a checkpoint are untrusted data. They are printed without markup and control characters, so that
+looking at a file can't do anything to a terminal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from holdfast._core.base.values import printable
+
+if TYPE_CHECKING:
+    from holdfast._models.equality.verdict import Same
+    from holdfast._tools.checkpoints.diff import Compared
+
+Report = TypeVar("Report")
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def complain(sentence: str) -> None:
+    click.echo(f"holdfast: {printable(sentence)}", err=True)
+
+
+def say(sentence: str) -> None:
+    click.echo(printable(sentence))
+
+
+def report(value: Report, as_json: bool, show: Callable[[Report], None], passed: bool = True) -> None:
+    """Print the result of a command, as JSON or by `show`. Exit with code 1 if a check has not passed."""
+    if as_json:
+        print_json(value)
+    else:
+        show(value)
+    if not passed:
+        click.get_current_context().exit(1)
+
+
+def print_json(value: object) -> None:
+    import json
+
+    import msgspec
+
+    try:
+        text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    # For example half of a surrogate pair in a name, which only JSON's escapes can write.
+    except (ValueError, OverflowError):
+        text = json.dumps(msgspec.to_builtins(value), indent=2)
+    click.echo(text)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()) -> None:
+    """Print a plain table, or nothing if it has no rows; the columns in `right` are aligned right."""
+    for line in table_lines(columns, rows, right):
+        click.echo(line)
+
+
+def table_lines(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()
+) -> list[str]:
+    """Return the lines of a plain table; none if it has no rows."""
+    if not rows:
+        return []
+    # By hand: importing rich for it takes as long as half of NumPy.
+    cells = [[printable(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, cell, width in zip(columns, row, widths, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def print_comparison(
+    given: tuple[str, str],
+    found: Compared | Same,
+    differ: Sequence[tuple[str, str, str]],
+    word: str,
+    read: str,
+) -> None:
+    """Print the result of a comparison. differ: the rows of names that are in both places; word: what a name
+    stands for; read: what was read."""
+    for letter, place, path in zip("AB", given, (found.a, found.b), strict=True):
+        # Of a run folder a step was chosen.
+        if os.path.abspath(place) != path:
+            say(f"{letter} is {path}.")
+    rows = [(name, "only in A", "") for name in found.only_a]
+    rows += [(name, "only in B", "") for name in found.only_b]
+    rows += differ
+    print_table(("name", "differs in", "how"), rows)
+    if found.same:
+        say(f"The same: {count(found.equal, word)}, {read}.")
+    else:
+        say(f"Different: {count(len(rows), word)}; equal: {found.equal}; {read}.")
+
+
+def count(number: int, word: str) -> str:
+    """Format a number of things as `1 file` or `2 files`."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def listed(values: Sequence[object], most: int = 8) -> str:
+    """Format values as `0, 1, 2, and 5 more`."""
+    more = f", and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + more
+
+
+def box_text(offset: Sequence[int], shape: Sequence[int]) -> str:
+    """Format a box as `0:4,10:20`, as `--box` takes it; `all` for a tensor without axes."""
+    return ",".join(f"{low}:{low + length}" for low, length in zip(offset, shape, strict=True)) or "all"
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr (nothing without a terminal); yield a function that takes (done, total) bytes."""
+    import sys
+
+    from holdfast._core.base import bar as _bar
+
+    _bar.own = False
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+
+    with _bar.progress(Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(printable(title), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

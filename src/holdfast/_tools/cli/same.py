@@ -1,0 +1,71 @@
+"""`holdfast same`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from holdfast._core.base.values import size_text
+from holdfast._tools.cli import output
+
+if TYPE_CHECKING:
+    from holdfast._models.equality.verdict import Same, Unlike
+
+
+@click.command("same")
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option("--where", is_flag=True, help="Count the elements that differ, and find the first.")
+@click.option("--include", multiple=True, help="Compare names that match this pattern only. Repeatable.")
+@click.option("--exclude", multiple=True, help="Do not compare names that match this pattern. Repeatable.")
+@output.as_json
+def command(
+    a: str,
+    b: str,
+    where: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Say whether two places hold the same weights.
+
+    A place is a checkpoint of Holdfast, torch DCP or megatron-core in any layout, or the folder of a model
+    that Hugging Face publishes. Where saves have noted fingerprints no data is read. Exit code 0: same, 1:
+    different, 2: trouble.
+    """
+    # Imported here, because it imports torch, and `--help` must not.
+    from holdfast._models.equality.same import same
+
+    with output.progress(f"same {a} {b}") as advance:
+        comparison = same(
+            a,
+            b,
+            where=where,
+            include=include or None,
+            exclude=exclude or None,
+            progress=lambda done: advance(done, done),
+        )
+    output.report(comparison, as_json, partial(_show, a, b), comparison.same)
+
+
+def _show(a: str, b: str, comparison: Same) -> None:
+    for dtype, number in comparison.compared_as().items():
+        names = [name for name, other in comparison.converted.items() if other == dtype]
+        output.say(f"Compared as {dtype}: {output.count(number, 'tensor')}, {output.listed(names, 3)}.")
+    if comparison.rounded:
+        rounded = [f"{name!r} to {dtype}" for name, dtype in comparison.rounded.items()]
+        output.say(f"Rounded for this: {output.listed(rounded, 3)}.")
+    rows = [(one.name, "weights", _detail(one)) for one in comparison.different]
+    read = f"{size_text(comparison.bytes_read)} of weights read"
+    if not comparison.bytes_read:
+        read = "by fingerprints, nothing read"
+    output.print_comparison((a, b), comparison, rows, "tensor", read)
+
+
+def _detail(one: Unlike) -> str:
+    how = [] if one.a == one.b else [f"{one.a} -> {one.b}"]
+    if one.elements is not None:
+        how.append(f"{output.count(one.elements, 'element')}, the first at {list(one.first or ())}")
+    return "; ".join(how)

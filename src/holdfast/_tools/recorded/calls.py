@@ -1,0 +1,178 @@
+"""Calls of all ranks: what of different ranks belongs to one save or load, who waited for whom in it, and
+which ranks are unlike the others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from statistics import median
+from typing import NamedTuple
+
+from holdfast._tools.recorded.timeline import CUT, GOOD, WORKING, RankCall, RankTimeline, number, text
+from holdfast._watch.verdict import listed
+
+NOTABLE = 1.0
+"""Seconds beyond the median by which a rank is unlike the others, at least; and `SHARE` of the median."""
+SHARE = 0.5
+
+
+class Call(NamedTuple):
+    """One save, load or other call on all of its ranks."""
+
+    kind: str
+    path: str
+    step: int | None
+    ranks: dict[int, RankCall]
+
+    @property
+    def title(self) -> str:
+        return title(self.kind, self.step)
+
+    @property
+    def begin(self) -> float:
+        return min(call.begin for call in self.ranks.values())
+
+    def seconds(self, now: float) -> float:
+        """Return how long it has taken on the rank that took longest."""
+        return max((now if call.end is None else call.end) - call.begin for call in self.ranks.values())
+
+    @property
+    def bytes(self) -> float:
+        return sum(call.bytes for call in self.ranks.values())
+
+    @property
+    def outcome(self) -> str:
+        """Return how it ended: what went wrong on any rank; "" while it lasts on one."""
+        outcomes = {call.outcome for call in self.ranks.values()}
+        wrong = [outcome for outcome in ("failed", "raised", "unconfirmed", CUT) if outcome in outcomes]
+        return wrong[0] if wrong else "" if "" in outcomes else max(outcomes)
+
+    def behind(self, world: Iterable[int]) -> dict[int, str]:
+        """Return the ranks for which others wait in it, each with the phase that it is in; "" has not
+        come."""
+        working = {
+            rank: call.parts[-1].name
+            for rank, call in self.ranks.items()
+            if call.end is None and call.parts and call.parts[-1].name in WORKING
+        }
+        absent = [rank for rank in world if rank not in self.ranks]
+        # A call of some ranks only is nothing for the others.
+        behind = dict.fromkeys(absent, "") if len(absent) < len(self.ranks) else {}
+        return behind | (working if len(working) < len(self.ranks) else {})
+
+
+def title(kind: str, step: int | None) -> str:
+    return kind + (f" of step {step}" if step is not None else "")
+
+
+def joined(timelines: Iterable[RankTimeline]) -> list[Call]:
+    """Join the calls of all ranks, by begin: calls of one kind, path and step belong together until a rank
+    comes to the next one."""
+    calls: list[Call] = []
+    newest: dict[tuple[str, str, int | None], Call] = {}
+    of_ranks = (call for timeline in timelines for call in timeline.calls)
+    for call in sorted(of_ranks, key=lambda call: call.begin):
+        key = (call.kind, call.path, call.step)
+        if key not in newest or call.rank in newest[key].ranks:
+            newest[key] = Call(*key, {})
+            calls.append(newest[key])
+        newest[key].ranks[call.rank] = call
+    return calls
+
+
+class Wait(NamedTuple):
+    """A wait that was told."""
+
+    at: float
+    title: str
+    what: str
+    """What the ranks are waited for to do."""
+    late: str
+    waiting: str
+    seconds: float
+    came: bool
+
+
+def waits(timelines: Iterable[RankTimeline]) -> list[Wait]:
+    """List the waits that ranks were told of, those of all ranks for the same ones as one."""
+    found: dict[tuple[str, str, str, int | None], list[tuple[int, float, float, str]]] = defaultdict(list)
+    came: dict[tuple[str, str, str, int | None], float] = {}
+    for timeline in timelines:
+        for line in timeline.told:
+            kind, _, what = line.name.rpartition(".")
+            ranks = line.fields.get("ranks")
+            if what not in ("late", "came") or not isinstance(ranks, list):
+                continue
+            late = listed({int(number(rank)) for rank in ranks})
+            key = (text(kind), text(line.path), late, line.step)
+            seconds = number(line.fields.get("waited"))
+            if what == "came":
+                came[key] = max(came.get(key, 0.0), seconds)
+            else:
+                found[key].append(
+                    (timeline.rank, line.at - seconds, seconds, text(line.fields.get("what") or ""))
+                )
+    return sorted(
+        Wait(
+            min(one[1] for one in told),
+            title(key[0], key[3]),
+            told[-1][3],
+            key[2],
+            listed({one[0] for one in told}),
+            max(came.get(key, 0.0), *(one[2] for one in told)),
+            key in came,
+        )
+        for key, told in found.items()
+    )
+
+
+def outliers(timelines: dict[int, RankTimeline], calls: list[Call], now: float) -> dict[int, str]:
+    """Return the ranks that are unlike the others, the worst first, each with the reason: it failed, did not
+    come, or has taken longer than the median for something of its own."""
+    worst: dict[int, tuple[float, str]] = {}
+    for rank, seconds, reason in _reasons(timelines, calls, now):
+        if seconds > worst.get(rank, (0.0, ""))[0]:
+            worst[rank] = seconds, reason
+    return {rank: reason for rank, (_, reason) in sorted(worst.items(), key=lambda item: -item[1][0])}
+
+
+def _reasons(
+    timelines: dict[int, RankTimeline], calls: list[Call], now: float
+) -> Iterator[tuple[int, float, str]]:
+    for call in calls:
+        ranks = call.ranks
+        failed = [rank for rank, one in ranks.items() if one.outcome and one.outcome not in GOOD]
+        if 2 * len(failed) < len(ranks):
+            yield from ((rank, 1e9, f"{ranks[rank].outcome} in the {call.title}") for rank in failed)
+        first = call.begin  # once: it looks at all ranks
+        absent = [rank for rank, one in timelines.items() if rank not in ranks and one.first <= first]
+        if 2 * len(absent) < len(ranks):
+            yield from ((rank, 1e8, f"not in the {call.title}") for rank in absent)
+        begins = {rank: one.begin - first for rank, one in ranks.items()}
+        yield from _long(begins, f"came to the {call.title}", "after the first")
+        own: dict[str, dict[int, float]] = defaultdict(dict)
+        for rank, one in ranks.items():
+            for part in one.parts:
+                if part.name in WORKING and part.name != "committing":  # one rank commits for all
+                    own[part.name][rank] = part.seconds(now)
+        for name, seconds in own.items():
+            yield from _long(seconds, f"in {name} of the {call.title} for", "")
+    together: dict[str, dict[int, float]] = defaultdict(dict)
+    for rank, timeline in timelines.items():
+        for part in timeline.phases:
+            together[part.name][rank] = together[part.name].get(rank, 0.0) + part.seconds(now)
+    for name, seconds in together.items():
+        yield from _long(seconds, f"in phase {name} for", "in all")
+
+
+def _long(seconds: dict[int, float], what: str, unit: str) -> Iterator[tuple[int, float, str]]:
+    if len(seconds) < 3:
+        return
+    usual = median(seconds.values())
+    for rank, taken in seconds.items():
+        if taken - usual > max(NOTABLE, SHARE * usual):
+            yield (
+                rank,
+                taken - usual,
+                f"{what} {taken:.1f} s {unit}".rstrip() + f"; the median is {usual:.1f} s",
+            )

@@ -1,0 +1,146 @@
+"""What the ranks of a run do now, by what they have recorded: `holdfast watch`."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+
+import msgspec
+
+from holdfast._core.base.values import age_text, size_text
+from holdfast._tools.recorded.called import Called, read_called, roll_calls
+from holdfast._tools.recorded.calls import Call, joined
+from holdfast._tools.recorded.event_log import read_events
+from holdfast._tools.recorded.timeline import RankTimeline, text, timeline_of
+from holdfast._watch.shared_call import ROLL_CALLS
+from holdfast._watch.verdict import listed
+from holdfast.errors import BadInput
+
+READ = 16 << 20
+"""Bytes of the logs of all ranks that one look reads."""
+NEWEST = 4
+"""Calls that may be not over: of earlier ones the end was lost."""
+ANSWERING = 30.0
+"""Seconds that a roll call takes, about; after that, ranks that have not answered don't."""
+
+
+class Doing(msgspec.Struct, frozen=True):
+    """Ranks that do the same."""
+
+    ranks: str
+    does: str
+    phase: str
+    """The innermost phase of the program (`holdfast.events.phase`)."""
+    seconds: float
+    """How long the first of them has done it."""
+
+
+class State(msgspec.Struct, frozen=True):
+    """One look at a run."""
+
+    ranks: int
+    """That have recorded events."""
+    world: int
+    doing: tuple[Doing, ...]
+    """The fewest ranks first."""
+    call: str
+    """The newest call that is not over, and who is behind in it; "" without one."""
+    behind: tuple[int, ...]
+    last_save: str
+    roll_calls: tuple[str, ...]
+    skipped: int
+    """Lines of the logs that are none."""
+    quiet: float = 0.0
+    """Seconds since the last event of any rank: what ranks did then may not be what they do now."""
+
+
+class Looker:
+    """Looks at a run folder again and again."""
+
+    def __init__(self, run: str) -> None:
+        if not os.path.isdir(run):
+            raise BadInput(f"{run} is no folder.", hint="Give the run folder of a job.")
+        self._run = run
+        self._called: tuple[tuple[str, int], Called] | None = None
+
+    def look(self, now: float) -> State:
+        """Return what is so at this time, in seconds since 1970. Raises BadInput if the folder can't be
+        read."""
+        logs = read_events(self._run, READ)
+        timelines = [timeline_of(rank, lines) for rank, lines in logs.ranks.items()]
+        world = max([len(timelines), *(timeline.world for timeline in timelines)])
+        calls = joined(timelines)
+        running = next((call for call in reversed(calls[-NEWEST:]) if not call.outcome), None)
+        behind = running.behind(range(world)) if running is not None else {}
+        saves = (call for call in reversed(calls) if call.kind == "save" and call.outcome == "committed")
+        return State(
+            len(timelines),
+            world,
+            tuple(_doing(timelines, now)),
+            "" if running is None else _running(running, behind, now),
+            tuple(sorted(behind)),
+            next((_saved(call, now) for call in saves), ""),
+            tuple(self._roll_calls(timelines, now)),
+            logs.skipped,
+            max(now - max((timeline.last for timeline in timelines), default=now), 0.0),
+        )
+
+    def _roll_calls(self, timelines: list[RankTimeline], now: float) -> Iterable[str]:
+        names = roll_calls(self._run)
+        if not names:
+            return
+        # Read again only if there is something new.
+        key = names[0], os.stat(os.path.join(self._run, ROLL_CALLS, names[0])).st_mtime_ns
+        if self._called is None or self._called[0] != key:
+            self._called = key, read_called(self._run, names[0])
+        called = self._called[1]
+        told = [line for timeline in timelines for line in timeline.told if line.at >= called.at]
+        ended = next((line for line in told if line.name == "roll_call.over"), None)
+        answering = not any(line.name == "roll_call.told" for line in told) and now - called.at < ANSWERING
+        state = f"{called.answers} have answered" if answering else "not known to be over"
+        if ended is not None:
+            state = text(ended.fields.get("how") or "is over")
+        yield f"{called.name}, {age_text(called.at, now)} ago, {state}: {called.says}"
+        if len(names) > 1:
+            yield f"and {len(names) - 1} before it"
+
+
+def _doing(timelines: list[RankTimeline], now: float) -> list[Doing]:
+    ranks: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for timeline in timelines:
+        call = next((call for call in reversed(timeline.calls) if call.end is None), None)
+        phase = next((phase for phase in reversed(timeline.phases) if phase.end is None), None)
+        ends = [call.end for call in timeline.calls[-8:] if call.end is not None]
+        if call is not None and call.parts:
+            does, since = f"{call.kind} {call.parts[-1].name}", call.parts[-1].begin
+        else:
+            does, since = "in no call", phase.begin if phase is not None else max([*ends, timeline.first])
+        ranks[does, phase.name if phase is not None else ""][timeline.rank] = now - since
+    return [
+        Doing(listed(set(seconds)), *key, round(max(seconds.values()), 1))
+        for key, seconds in sorted(ranks.items(), key=lambda item: len(item[1]))
+    ]
+
+
+def _running(call: Call, behind: dict[int, str], now: float) -> str:
+    """Say how far a call is, as `save of step 3, for 12 s: 7 of 8 ranks wait; rank 3: writing, 40 %`."""
+    phases: dict[str, list[int]] = defaultdict(list)
+    for rank, phase in behind.items():
+        phases[phase or "has not come"].append(rank)
+    parts = [f"{listed(ranks)}: {phase}{_share(call, ranks)}" for phase, ranks in phases.items()]
+    return f"{call.title}, for {call.seconds(now):.0f} s" + (f"; behind: {'; '.join(parts)}" if parts else "")
+
+
+def _share(call: Call, ranks: list[int]) -> str:
+    there = [call.ranks[rank] for rank in ranks if rank in call.ranks]
+    done, total = sum(one.bytes for one in there), sum(one.bytes_total for one in there)
+    return f", {min(done / total, 1.0):.0%}" if total else ""
+
+
+def _saved(call: Call, now: float) -> str:
+    seconds = call.seconds(now)
+    speed = call.bytes / max(seconds, 1e-6) / 1e9
+    speed_text = f"{speed:,.1f} GB/s" if speed >= 1 else f"{speed * 1000:.0f} MB/s"
+    end = max(one.end or one.begin for one in call.ranks.values())
+    return f"{call.title}, {age_text(end, now)} ago: {seconds:.1f} s, {size_text(call.bytes)}, {speed_text}"

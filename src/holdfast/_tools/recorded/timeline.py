@@ -1,0 +1,148 @@
+"""What one rank did, by its event log: calls with their phases, phases of the program, and what was told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from holdfast._core.base.values import Json, printable, shortened
+from holdfast._core.process.recording import BEGUN, Line
+from holdfast._core.protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TASK_TRANSITIONS, TRANSITIONS
+from holdfast._watch.collector import RANKS
+
+_TABLES = (TRANSITIONS, LOAD_TRANSITIONS, TASK_TRANSITIONS, CHOICE_TRANSITIONS)
+ORDER = {phase: at for table in _TABLES for at, phase in enumerate(table)}
+"""How far a rank is in a call, by its phase."""
+FINAL = {phase for table in _TABLES for phase, following in table.items() if not following} | {"raised"}
+WORKING = {"entered", "writing", "committing", "reading", "acting"}
+"""Phases in which a rank has something to do; in the others it waits."""
+GOOD = ("committed", "loaded", "done", "chosen")
+CUT = "its process began anew"
+LABEL = 120
+"""Characters of a text."""
+
+
+class Part(NamedTuple):
+    """A phase of a call or of the program."""
+
+    name: str
+    begin: float
+    end: float | None
+    """None: it lasts."""
+
+    def seconds(self, now: float) -> float:
+        return (now if self.end is None else self.end) - self.begin
+
+
+@dataclass(slots=True)
+class RankCall:
+    """One call, such as a save, on one rank."""
+
+    rank: int
+    kind: str
+    path: str
+    step: int | None
+    begin: float
+    end: float | None = None
+    parts: list[Part] = field(default_factory=list)
+    outcome: str = ""
+    """A phase of `FINAL`, or `CUT`; "" while it lasts."""
+    error: str = ""
+    bytes: float = 0.0
+    """That this rank has moved."""
+    bytes_total: float = 0.0
+    """That it is to move; 0: not known."""
+
+    def advance(self, phase: str, at: float) -> None:
+        """Enter the next phase."""
+        if self.parts:
+            self.parts[-1] = self.parts[-1]._replace(end=at)
+        if phase in FINAL or phase == CUT:
+            self.end, self.outcome = at, phase
+        else:
+            self.parts.append(Part(phase, at, None))
+
+
+@dataclass(slots=True)
+class RankTimeline:
+    """See the module. Times are seconds since 1970, by the clock of the rank's host."""
+
+    rank: int
+    calls: list[RankCall] = field(default_factory=list)
+    phases: list[Part] = field(default_factory=list)
+    """In the order of their ends; then those that last, the outermost first."""
+    told: list[Line] = field(default_factory=list)
+    """Events that are no phase: who is late, for example."""
+    first: float = 0.0
+    last: float = 0.0
+    world: int = 0
+    """The size of the world, by this rank."""
+    who: str = ""
+    """The host and pid of its process."""
+
+
+def number(value: Json) -> float:
+    """Return a number that nobody has checked; 0 if it is none that can be counted with."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e18 else 0.0
+
+
+def text(value: object, most: int = LABEL) -> str:
+    """Return a text that nobody has checked, short, with control characters escaped."""
+    return shortened(printable(value), most)
+
+
+def timeline_of(rank: int, lines: list[Line]) -> RankTimeline:
+    """Put the events of a rank together."""
+    found = RankTimeline(rank)
+    open_calls: dict[tuple[str, str], RankCall] = {}
+    open_phases: list[Part] = []
+    ended: dict[tuple[str, str], RankCall] = {}
+
+    found.first = min((line.at for line in lines), default=0.0)
+    for line in lines:
+        kind, _, what = line.name.rpartition(".")
+        key = (kind, line.path)
+        if line.name == BEGUN:
+            for call in open_calls.values():
+                call.advance(CUT, found.last)
+            found.phases += [phase._replace(end=found.last) for phase in open_phases]
+            open_calls, open_phases = {}, []
+            found.world = min(int(number(line.fields.get("world"))), RANKS)
+            found.who = f"host {text(line.fields.get('host'))}, pid {text(line.fields.get('pid'))}"
+        elif kind == "phase":
+            name, seconds = text(line.fields.get("phase")), number(line.fields.get("seconds"))
+            if open_phases and open_phases[-1].name == name and what == "left":
+                open_phases.pop()
+            if what == "left":
+                found.phases.append(Part(name, max(line.at - seconds, found.first), line.at))
+            elif len(open_phases) < 64:
+                open_phases.append(Part(name, line.at, None))
+        elif "bytes_done" in line.fields:
+            if key in open_calls:
+                call = open_calls[key]
+                call.bytes, call.bytes_total = (
+                    number(line.fields.get(f"bytes_{of}")) for of in ("done", "total")
+                )
+        elif what == "raised" and key not in open_calls and key in ended:
+            ended[key].error = text(line.fields.get("message"))
+        elif what in ORDER or what == "raised":
+            if what == "entered" and key in open_calls:
+                open_calls.pop(key).advance(CUT, line.at)
+            # The begin may be in lines that are gone.
+            since = line.at - number(line.fields.get("seconds"))
+            if key not in open_calls:
+                open_calls[key] = RankCall(rank, text(kind), text(line.path), line.step, since)
+                found.calls.append(open_calls[key])
+            call = open_calls[key]
+            call.step = line.step if call.step is None else call.step  # a load learns it
+            call.advance(what, line.at)
+            call.bytes = number(line.fields.get("bytes")) or call.bytes
+            if what == "raised":
+                call.error = text(line.fields.get("message"))
+            if call.end is not None:
+                ended[key] = open_calls.pop(key)
+        else:
+            found.told.append(line)
+        found.last = max(found.last, line.at)
+    found.phases += open_phases
+    return found

@@ -1,0 +1,205 @@
+"""Tiny models of every family: published by transformers, built by megatron-core with the same sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.frameworks.megatron.models import Recipe
+
+WORDS = 100
+"""Of the vocabulary; megatron-core's is padded to 104."""
+COMMON: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": WORDS,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "attn_implementation": "eager",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+SIGMOID = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_pre_softmax": True,
+}
+DENSE = {"num_moe_experts": None, "moe_ffn_hidden_size": None}
+ROUTED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+WHOLE_ROPE = {"rope_parameters": {**COMMON["rope_parameters"], "partial_rotary_factor": 1.0}}
+DELTA = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    **WHOLE_ROPE,
+}
+SHARED = {"shared_expert_intermediate_size": 16, "num_experts": 8, **EXPERTS}
+
+
+def delta_net(**extra: Any) -> Recipe:
+    """megatron-core's settings for gated delta nets in three layers of four."""
+    sizes = {name: value for name, value in DELTA.items() if name.startswith("linear_")}
+    named = {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": 4,
+        "linear_conv_kernel_dim": 4,
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+        "deterministic_mode": True,
+    }
+    return Recipe(extra={**named, **sizes, **extra}, delta=True, shared_expert="num_moe_experts" not in extra)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """One model: transformers' configuration class, and what differs from COMMON; megatron-core's recipe."""
+
+    config: str
+    published: dict[str, Any]
+    recipe: Recipe = field(default_factory=Recipe)
+    rounding: float = 1e-5
+    """What logits may differ by, of the largest."""
+
+    def configuration(self, **more: Any) -> Any:
+        import transformers
+
+        return getattr(transformers, self.config)(**{**COMMON, **self.published, **more})
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+def dense(**extra: Any) -> dict[str, Any]:
+    return {**DENSE, **extra}
+
+
+TINY = {
+    "llama": Tiny("LlamaConfig", {}, Recipe(extra=dense(qk_layernorm=False))),
+    "qwen2": Tiny("Qwen2Config", {}, Recipe(extra=dense(qk_layernorm=False, add_qkv_bias=True))),
+    "qwen3": Tiny("Qwen3Config", {"head_dim": 8}, Recipe(extra=DENSE)),
+    "qwen3 tied": Tiny(
+        "Qwen3Config", {"head_dim": 8, "tie_word_embeddings": True}, Recipe(extra=DENSE, tied=True)
+    ),
+    "starcoder2": Tiny(
+        "Starcoder2Config",
+        {"tie_word_embeddings": True, "use_bias": True},
+        Recipe(
+            extra=dense(
+                qk_layernorm=False,
+                normalization="LayerNorm",
+                add_bias_linear=True,
+                gated_linear_unit=False,
+                activation_func=partial(torch.nn.functional.gelu, approximate="tanh"),
+            ),
+            tied=True,
+        ),
+    ),
+    "qwen3_moe": Tiny("Qwen3MoeConfig", {"head_dim": 8, "num_experts": 8, **EXPERTS}),
+    "mixtral": Tiny(
+        "MixtralConfig",
+        {"intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
+        Recipe(extra={"qk_layernorm": False}),
+    ),
+    "glm4_moe": Tiny(
+        "Glm4MoeConfig",
+        {"head_dim": 8, "use_qk_norm": True, **EXPERTS, **ROUTED, **WHOLE_ROPE},
+        Recipe(extra=SIGMOID, per_layer=True, shared_expert=True),
+    ),
+    "qwen2_moe": Tiny(
+        "Qwen2MoeConfig",
+        {**SHARED, "norm_topk_prob": True},
+        Recipe(
+            extra={"qk_layernorm": False, "add_qkv_bias": True, "moe_shared_expert_gate": True},
+            shared_expert=True,
+        ),
+    ),
+    # The last bit of the weights moves logits of these by as much.
+    "qwen3_next": Tiny("Qwen3NextConfig", {**DELTA, **SHARED}, delta_net(moe_shared_expert_gate=True), 1e-4),
+    "qwen3_5_text": Tiny("Qwen3_5TextConfig", DELTA, delta_net(**DENSE)),
+    "qwen3_5_moe_text": Tiny(
+        "Qwen3_5MoeTextConfig", {**DELTA, **SHARED}, delta_net(moe_shared_expert_gate=True), 1e-4
+    ),
+    "minimax_m2": Tiny(
+        "MiniMaxM2Config",
+        {
+            "intermediate_size": 16,
+            "head_dim": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            **WHOLE_ROPE,
+        },
+        Recipe(extra=SIGMOID, norm_of_all_heads=True),
+    ),
+    "deepseek_v3": Tiny(
+        "DeepseekV3Config",
+        {**EXPERTS, **ROUTED, **LATENT},
+        Recipe(extra=SIGMOID, per_layer=True, shared_expert=True, latent=True),
+    ),
+}
+
+
+def publish(tiny: Tiny, folder: Path, change: Callable[[Any], None] | None = None, **more: Any) -> Any:
+    """Have transformers write a model of random weights, in several files; returns the model."""
+    import transformers
+
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(tiny.configuration(**more)).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(0, 0.1)
+    model.save_pretrained(folder, max_shard_size="80KB")
+    return model
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a published folder, by the safetensors library."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """One file with these tensors in the place of all weights of a folder."""
+    from safetensors.torch import save_file
+
+    for path in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        path.unlink(missing_ok=True)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

@@ -1,0 +1,133 @@
+"""What transformers 5 makes of published names, as it declares it itself, as declarations.toml has it in our
+words, and as our tables give it: three times the same.
+
+`python -m tests.frameworks.huggingface.test_declarations` writes the file by the transformers that is
+installed.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from holdfast._models.views.family import Family, families
+
+FROZEN = Path(__file__).with_name("declarations.toml")
+NOT_IN_TRANSFORMERS = {"kimi_k2"}
+"""Code of DeepSeek V3 in the published folder."""
+MADE = {("MergeModulelist(dim=0)", "Concatenate(dim=1)"): "concat", ("MergeModulelist(dim=0)",): "same"}
+"""Which way of ours the operations are, for one expert."""
+
+
+def published_names(family: Family) -> list[str]:
+    """Of what the model has that transformers loads, with numbers in the place of layers and experts."""
+    names = []
+    for ours in family.entries:
+        found = family.find(ours)
+        assert found is not None
+        if not ours.startswith("mtp.") and "mtp." not in "".join(found[0].rule.names):
+            names += [found[0].prefix + name for name in found[0].rule.names]
+    return sorted({name.format(layer=0, expert=1) for name in names})
+
+
+def declared(kind: str, family: Family) -> dict[str, str]:
+    """By transformers' name of a tensor that it renames or fuses: what it is made of, by transformers."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    transforms = get_checkpoint_conversion_mapping(kind) or []
+    unknown = [each for each in transforms if not isinstance(each, WeightConverter | WeightRenaming)]
+    assert not unknown, f"transformers declares something new for {kind}: {unknown}"
+    made: dict[str, tuple[str, dict[int, str]]] = {}
+    for published in published_names(family):
+        name = published
+        for renaming in transforms:
+            if isinstance(renaming, WeightRenaming):
+                name, _ = renaming.rename_source_key(name)
+        way, place = "same", 0
+        for converter in transforms:
+            if isinstance(converter, WeightConverter):
+                name, pattern = converter.rename_source_key(name)
+                if pattern is not None:
+                    way = " then ".join(map(operation, converter.operations))
+                    way = MADE.get(tuple(way.split(" then ")), way)
+                    place = converter.source_patterns.index(pattern)
+                    break
+        if name != published:
+            made.setdefault(name, (way, {}))[1][place] = published
+    return {
+        named(name): f"{way}({', '.join(named(parts[place]) for place in sorted(parts))})"
+        for name, (way, parts) in sorted(made.items())
+    }
+
+
+def operation(value: object) -> str:
+    """`Concatenate(dim=1)`, whatever else the object holds."""
+    dim = getattr(value, "dim", None)
+    return f"{type(value).__name__}(dim={dim})" if dim is not None else repr(value)
+
+
+def named(name: str) -> str:
+    """With names in the place of numbers."""
+    return re.sub(r"experts\.\d+", "experts.{expert}", re.sub(r"layers\.\d+", "layers.{layer}", name))
+
+
+def tabled(family: Family) -> dict[str, str]:
+    """The same, by our tables: their entries for names that transformers has."""
+    made = {}
+    for ours in family.entries:
+        found = family.find(ours)
+        assert found is not None
+        entry, _, axes = found
+        if ours.startswith("model."):
+            name = ours.replace("layers.", "layers.{layer}.") if "layer" in axes else ours
+            parts = ", ".join(entry.prefix + name for name in entry.rule.names)
+            made[name] = f"{entry.rule.way}({parts})"
+    return dict(sorted(made.items()))
+
+
+def frozen() -> dict[str, dict[str, str]]:
+    return tomllib.loads(FROZEN.read_text(encoding="utf-8"))
+
+
+def differences(here: dict[str, str], there: dict[str, str]) -> list[str]:
+    return [
+        f"{name}: {here.get(name, 'nothing')}, and {there.get(name, 'nothing')}"
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]
+
+
+@pytest.mark.parametrize("kind", sorted(families()))
+def test_our_tables_give_what_is_declared(kind: str) -> None:
+    model = kind if kind not in NOT_IN_TRANSFORMERS else "deepseek_v3"
+    assert differences(tabled(families()[kind]), frozen().get(model, {})) == []
+
+
+@pytest.mark.parametrize("kind", sorted({*families()} - NOT_IN_TRANSFORMERS))
+def test_transformers_declares_what_is_written_here(kind: str) -> None:
+    pytest.importorskip("transformers.conversion_mapping")
+    from transformers import CONFIG_MAPPING
+
+    assert kind in CONFIG_MAPPING
+    assert differences(declared(kind, families()[kind]), frozen().get(kind, {})) == []
+
+
+def test_types_that_transformers_does_not_have_are_still_none_of_its() -> None:
+    transformers = pytest.importorskip("transformers")
+    assert not NOT_IN_TRANSFORMERS & {*transformers.CONFIG_MAPPING}
+
+
+def write() -> None:
+    lines = ["# What transformers makes of published tensors: its names, where they differ. A test compares."]
+    for kind in sorted({*families()} - NOT_IN_TRANSFORMERS):
+        found = declared(kind, families()[kind])
+        lines += ["", f"[{kind}]", *(f'"{name}" = "{made}"' for name, made in found.items())] if found else []
+    FROZEN.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,127 @@
+"""What `install` knows of each framework, held against the source of the installed package. Nothing is
+imported, so that a wrong name shows for every module, also where its dependencies are not there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from holdfast._frameworks.frameworks import FRAMEWORKS, TELLING_APART, Framework, replacements_of
+from holdfast._frameworks.patching import Replacement
+from holdfast._frameworks.settings import Settings
+
+NOT_IN = {
+    # since megatron-core 0.17, Megatron-Bridge 0.4, before torchtitan 0.3, or where Megatron-FSDP comes as its own package
+    "megatron-core": {
+        "megatron.core.transformer.fsdp_dtensor_checkpoint.handle_gdn_in_state_dict",
+        "megatron.core.dist_checkpointing.validation.verify_checkpoint_and_load_strategy",
+    },
+    "megatron-bridge": {
+        "megatron.bridge.training.checkpointing.save_fsdp_dtensor_checkpoint",
+        "megatron.bridge.training.checkpointing.load_fsdp_dtensor_checkpoint",
+        "megatron.bridge.training.checkpointing.preprocess_fsdp_dtensor_state_dict",
+    },
+    "torchtitan": {
+        "torchtitan.components.checkpoint.CheckpointManager.save",
+        "torchtitan.components.checkpoint.CheckpointManager.load",
+    },
+}
+"""Names that not every version has."""
+HERE = [
+    framework
+    for framework in FRAMEWORKS
+    if framework.distribution and framework.distribution != "nemo-rl" and framework.name != "torch-dcp"
+]
+
+
+def source_of(distribution: str, module: str) -> Path | None:
+    """The file of a module, in the distribution that has it."""
+    path = module.replace(".", "/")
+    for name in (f"{path}.py", f"{path}/__init__.py"):
+        found = Path(str(importlib.metadata.distribution(distribution).locate_file(name)))
+        if found.exists():
+            return found
+    return None
+
+
+def defines(source: Path, name: str) -> bool:
+    """Does a file define a function, or a class with such a method?"""
+    body = ast.parse(source.read_text(encoding="utf-8")).body
+    *path, last = name.split(".")
+    for part in path:
+        found = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == part), None)
+        if found is None:
+            return False
+        body = found.body
+    inside = [node for top in body for node in ast.walk(top)] if not path else body
+    return any(isinstance(node, ast.FunctionDef) and node.name == last for node in inside)
+
+
+@pytest.mark.parametrize("framework", HERE, ids=lambda framework: framework.name)
+def test_every_name_is_one_of_the_package(framework: Framework) -> None:
+    try:
+        importlib.metadata.distribution(framework.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{framework.name} is not installed")
+    of_others = (
+        *("megatron_fsdp.", "megatron.bridge.", "megatron.training.", "swift."),
+        "nvidia_resiliency_ext.",
+    )
+    looked, lacking = 0, set()
+    for replacement in replacements_of(framework, Settings()):
+        assert isinstance(replacement, Replacement)
+        foreign = framework.name == "megatron-core" and f"{replacement.module}.".startswith(of_others)
+        if foreign or replacement.adds:
+            continue
+        source = source_of(framework.distribution, replacement.module)
+        if source is None or not defines(source, replacement.name):
+            lacking.add(str(replacement))
+        looked += 1
+    assert lacking <= NOT_IN.get(framework.name, set())
+    assert looked
+
+
+@pytest.mark.parametrize("framework", HERE, ids=lambda framework: framework.name)
+def test_every_save_tells_its_calls_apart(framework: Framework) -> None:
+    """A guarded save has an argument by which ranks know one call from the next."""
+    saves = [place for place in framework.guards if ".save" in place.replace(":", ".") or ":save" in place]
+    told, first = 0, {path.partition(".")[0] for path in TELLING_APART}
+    for place in saves:
+        module, _, name = place.partition(":")
+        try:
+            source = source_of(framework.distribution, module)
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"{framework.name} is not installed")
+        if source is None or not defines(source, name):
+            continue
+        arguments = arguments_of(source, name)
+        assert first & set(arguments), (place, arguments)
+        told += 1
+    assert told or not saves
+
+
+def arguments_of(source: Path, name: str) -> list[str]:
+    """The names of a function's arguments."""
+    last = name.rpartition(".")[2]
+    tree = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+    found = next(node for node in tree if isinstance(node, ast.FunctionDef) and node.name == last)
+    return [one.arg for one in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+
+
+@pytest.mark.parametrize("name", ["mbridge", "megatron-bridge", "mcore-bridge"])
+def test_published_weights_can_be_left_to_the_frameworks(name: str) -> None:
+    [framework] = [known for known in FRAMEWORKS if known.name == name]
+
+    def parts(settings: Settings) -> set[str]:
+        return {replacement.part for replacement in replacements_of(framework, settings)}
+
+    assert parts(Settings()) - parts(Settings(huggingface=False)) == {"huggingface"}
+
+
+def test_what_a_framework_uses_is_known() -> None:
+    names = {framework.name for framework in FRAMEWORKS}
+    for framework in FRAMEWORKS:
+        assert set(framework.uses) <= names
