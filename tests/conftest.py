@@ -25,7 +25,7 @@ settings.register_profile("holdfast", deadline=None, database=None, derandomize=
 settings.load_profile("holdfast")
 
 LONG = """
-integrations/test_ray.py
+frameworks/test_ray.py
 roster/test_hosts.py
 promises/test_keys.py
 groups/session/test_session.py
@@ -33,25 +33,25 @@ docs/test_programs.py
 protocol/test_liveness.py
 system/test_conversions.py
 docs/test_recipes.py
-integrations/test_bridge.py
+frameworks/test_bridge.py
 promises/test_strangers.py
 test_late.py
 promises/test_run_owner.py
-integrations/huggingface/test_in_frameworks.py
+frameworks/huggingface/test_in_frameworks.py
 groups/session/test_after_end.py
 test_drill.py
 system/test_async.py
 watch/test_faults.py
-integrations/huggingface/test_views.py
+frameworks/huggingface/test_views.py
 protocol/test_simulation.py
-integrations/fsdp/test_megatron_fsdp.py
+frameworks/fsdp/test_megatron_fsdp.py
 system/test_ranks.py
-integrations/megatron/test_checkpointing.py
-integrations/megatron/test_fused.py
+frameworks/megatron/test_checkpointing.py
+frameworks/megatron/test_fused.py
 test_strangers.py
 groups/lifecycle/test_warm_up.py
 run/test_interrupts.py
-integrations/test_deepspeed.py
+frameworks/test_deepspeed.py
 saving/test_unchanged.py
 system/test_crash.py
 cli/test_run.py
