@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast import huggingface
+from holdfast._core.existing.reindex import reindex
 from holdfast._models.huggingface import slice_writer
 from holdfast._tools.checkpoints.prune import prune
-from holdfast._tools.checkpoints.reindex import reindex
 from holdfast.errors import (
     BadInput,
     CorruptCheckpoint,
@@ -345,7 +345,7 @@ import os, signal, sys
 from holdfast import huggingface
 from holdfast._models.huggingface import slice_writer
 from holdfast._tools.checkpoints.prune import prune
-from holdfast._tools.checkpoints.reindex import reindex
+from holdfast._core.existing.reindex import reindex
 from holdfast._core.store.local import LocalWriter
 
 slice_writer.FILE_BYTES = 3000

@@ -172,7 +172,7 @@ def test_the_best_steps_stay(tmp_path: Path) -> None:
 
 
 def test_metrics_and_rules_survive_a_reindex(tmp_path: Path) -> None:
-    from holdfast._tools.checkpoints.reindex import reindex
+    from holdfast._core.existing.reindex import reindex
 
     with alone(tmp_path, keep=2, keep_every=5) as run:
         run.save(1, {"w": torch.zeros(3)}, metrics={"loss": 2.0, "bad": float("inf")}, notes={"why": "x"})

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._core.existing.reindex import reindex
 from holdfast._core.io import spot_check, unchanged
 from holdfast._core.io.index_file import open_index
 from holdfast._core.store.local import LocalStore
 from holdfast._tools.checkpoints.prune import prune
-from holdfast._tools.checkpoints.reindex import reindex
 from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import CorruptCheckpoint, HoldfastError, ReplicaMismatch, StorageError, Vanished
 from tests.saving import unchanged_jobs as jobs

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
 import holdfast.dcp as dcp
+from holdfast._core.existing.reindex import reindex
 from holdfast._core.format.index import Index
 from holdfast._core.format.index_layout import encode
 from holdfast._core.format.names import FORMAT, NARROW, SHARED
@@ -21,7 +22,6 @@ from holdfast._core.state.tied import find_ties
 from holdfast._core.store.local import LocalStore
 from holdfast._models.equality.same import same
 from holdfast._tools.checkpoints.inspect import Checkpoint, describe
-from holdfast._tools.checkpoints.reindex import reindex
 from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import CorruptCheckpoint, LoadFailed
 from tests.support.cpu_time import cpu_seconds

@@ -7,10 +7,10 @@ import torch
 
 import holdfast
 from holdfast._core.background.queue import queue_of_this_thread
+from holdfast._core.existing.reindex import reindex
 from holdfast._core.roster.memory import MemoryRoster
 from holdfast._tools.checkpoints.inspect import describe
 from holdfast._tools.checkpoints.prune import prune
-from holdfast._tools.checkpoints.reindex import reindex
 from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import BadInput
 from holdfast.testing import MemoryStore

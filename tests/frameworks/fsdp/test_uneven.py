@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._tools.checkpoints.reindex import reindex
+from holdfast._core.existing.reindex import reindex
 from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import BadInput, HoldfastError
 from tests.frameworks.fsdp import uneven

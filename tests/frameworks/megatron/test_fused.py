@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from holdfast._core.existing.reindex import reindex
 from holdfast._tools.checkpoints.diff import compare
-from holdfast._tools.checkpoints.reindex import reindex
 from holdfast.errors import BadInput
 from tests.frameworks.megatron.jobs import JOB, load_into, state_of, training
 from tests.frameworks.megatron.models import Layout, Recipe, Training

@@ -9,6 +9,7 @@ import msgspec
 from holdfast._core.base.options import Options
 from holdfast._core.base.reporting import Meter
 from holdfast._core.base.values import Buffer, Json
+from holdfast._core.existing.target import number
 from holdfast._core.format.names import DATA, IMPORTED_MODEL
 from holdfast._core.io.index_file import open_index
 from holdfast._core.layout.box import Box
@@ -29,7 +30,6 @@ from holdfast._models.conversion.folder import (
     put_files,
     refuse_changed,
 )
-from holdfast._tools.checkpoints.target import number
 from holdfast.errors import BadInput, CorruptCheckpoint, NotCommitted
 
 ReadInto = Callable[[int, Sequence[Buffer]], int]

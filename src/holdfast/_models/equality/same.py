@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
+from holdfast._core.existing.comparing import Elements, differences
 from holdfast._core.format.columns import Array
 from holdfast._core.format.fingerprint import box_sums, nothing, text_of
 from holdfast._core.io.raw_read import slabs
@@ -41,7 +42,6 @@ from holdfast._models.equality.sides import FolderOrFingerprints, FolderSide, Li
 from holdfast._models.equality.verdict import Same, Unlike
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.published import published_regions
-from holdfast._tools.checkpoints.comparing import Elements, differences
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 

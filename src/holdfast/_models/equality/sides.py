@@ -10,6 +10,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from holdfast._core.existing.comparing import check_files
+from holdfast._core.existing.target import checkpoint_at
 from holdfast._core.format.columns import Columns
 from holdfast._core.format.fingerprint import text_of
 from holdfast._core.format.index import Index
@@ -28,8 +30,6 @@ from holdfast._models.equality.rounding import Rounded
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.hugging_face import PublishedModel, weights_file
 from holdfast._models.views.sources import IndexedModel
-from holdfast._tools.checkpoints.comparing import check_files
-from holdfast._tools.checkpoints.target import checkpoint_at
 from holdfast.errors import BadInput, NotCommitted
 
 FolderOrFingerprints = Folder | Mapping[str, Fingerprint]

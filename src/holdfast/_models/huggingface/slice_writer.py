@@ -17,6 +17,7 @@ import numpy as np
 from holdfast._core.base.options import Options
 from holdfast._core.base.reporting import Meter
 from holdfast._core.base.values import ReportProgress
+from holdfast._core.existing.reindex import WholeFile, look
 from holdfast._core.format.columns import ITEMSIZE, Columns
 from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.format.index import Index
@@ -40,7 +41,6 @@ from holdfast._core.store.whole_files import WholeFiles
 from holdfast._models.conversion.folder import left_in, put_files, read_files, refuse_changed
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.needs import Needs
-from holdfast._tools.checkpoints.reindex import WholeFile, look
 from holdfast.errors import BadInput, CorruptCheckpoint
 
 FILE_BYTES = 256 << 20

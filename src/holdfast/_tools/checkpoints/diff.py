@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from holdfast._core.existing.comparing import Difference, Elements, check_files, differences
+from holdfast._core.existing.target import checkpoint_at, number
 from holdfast._core.format import objects
 from holdfast._core.format.columns import Array, Columns, unpad
 from holdfast._core.format.index import Index
@@ -25,8 +27,6 @@ from holdfast._core.plan.agreement import what
 from holdfast._core.store.base import Folder, Store
 from holdfast._core.store.pins import Pin
 from holdfast._core.store.run_folder import step_of
-from holdfast._tools.checkpoints.comparing import Difference, Elements, check_files, differences
-from holdfast._tools.checkpoints.target import checkpoint_at, number
 
 _Chunks = dict[Box, tuple[int, bytes]]
 """For each chunk: the block size in bytes, and the digests of all blocks."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from holdfast._core.existing.target import checkpoint_at
 from holdfast._core.io.index_file import open_index
 from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import DTYPES, KINDS, OBJECT, nearest
 from holdfast._core.plan.explain import ChunkPart, needed
 from holdfast._core.store.base import Folder
-from holdfast._tools.checkpoints.target import checkpoint_at
 from holdfast.errors import BadInput, MissingTensors
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from holdfast._core.base.values import Json, natural
+from holdfast._core.existing.target import checkpoint_or_run, moment, number
 from holdfast._core.format.columns import Array, Columns
 from holdfast._core.format.index import Index
 from holdfast._core.format.names import DATA, INDEX, METADATA
@@ -24,7 +25,6 @@ from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import is_pinned
 from holdfast._core.store.retention import facts_of, retention_of
 from holdfast._core.store.run_folder import is_linked, is_only_marked, is_spelled_as_ours, step_folders
-from holdfast._tools.checkpoints.target import checkpoint_or_run, moment, number
 from holdfast.errors import HoldfastError, NotCommitted
 
 OURS = "Holdfast"

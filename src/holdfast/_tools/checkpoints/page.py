@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from holdfast._core.base.values import Json, Message, age_text, natural, printable, shortened, time_text
+from holdfast._core.existing.target import checkpoint_or_run, number
 from holdfast._core.format.columns import Array, tied_rows
 from holdfast._core.format.index import Index
 from holdfast._core.io.index_file import open_index
@@ -29,7 +30,6 @@ from holdfast._tools.checkpoints.inspect import (
     describe_run,
     fate,
 )
-from holdfast._tools.checkpoints.target import checkpoint_or_run, number
 from holdfast._tools.html import filled
 from holdfast.errors import HoldfastError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from holdfast._core.base.values import size_text
-from holdfast._tools.checkpoints.reindex import Reindexed, reindex
+from holdfast._core.existing.reindex import Reindexed, reindex
 from holdfast._tools.cli import output
 
 

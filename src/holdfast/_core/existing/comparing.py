@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdfast._core.existing.reindex import LeftOut, look
 from holdfast._core.format.columns import Array
 from holdfast._core.io.raw_read import slabs
 from holdfast._core.layout.box import Box
 from holdfast._core.store.base import NotFound, Store
-from holdfast._tools.checkpoints.reindex import LeftOut, look
 from holdfast.errors import CorruptCheckpoint
 
 

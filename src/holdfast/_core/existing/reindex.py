@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from holdfast._core.existing.target import number
 from holdfast._core.format.columns import Columns
 from holdfast._core.format.container import read_header
 from holdfast._core.format.index_layout import encode
@@ -24,7 +25,6 @@ from holdfast._core.plan.merge import Merger
 from holdfast._core.saving.commit import versions
 from holdfast._core.store.base import Folder, Store, version_of
 from holdfast._core.store.local import open_store
-from holdfast._tools.checkpoints.target import number
 from holdfast.errors import BadInput, CorruptCheckpoint, CoverageError, HoldfastError, StorageError
 
 _ANY_SIZE = 1 << 62
