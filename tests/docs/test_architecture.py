@@ -99,7 +99,7 @@ def test_the_page_opens_with_one_screen_of_a_picture_and_a_sentence_for_each_pac
 
 def test_the_core_of_the_picture_is_the_one_that_the_contract_names() -> None:
     """In the order of imports, from the bottom."""
-    drawn = re.search(r"core\[\"<b>core</b>(.*?)\"]", screen())
+    drawn = re.search(r"core\[\"<b>core</b>(.*?)\"]", screen(), re.DOTALL)
     assert drawn
     steps = [re.findall(r"\w+", step) for step in drawn[1].replace("<br/>", " ").split("→") if step.strip()]
     wall = next(
