@@ -38,7 +38,7 @@ def environment(folder: Path, holdfast_too: bool) -> Path:
         there = sysconfig.get_path("purelib")
         (packages / "_1.pth").write_text(f"{SOURCE}\n")
         (packages / "_2.pth").write_text(f"import site; site.addsitedir({there!r})\n")
-        brought = SOURCE / "holdfast" / "_startup" / "holdfast-run.pth"
+        brought = SOURCE / "holdfast" / "_tools" / "startup" / "holdfast-run.pth"
         (packages / brought.name).write_text(brought.read_text())
     return folder / "bin" / "python"
 

@@ -6,11 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed
 
 import holdfast
+from holdfast._core.protocol.call import find_roster
+from holdfast._core.torch_private import clone_store
 from holdfast.errors import BadInput
 from tests.frameworks import install_jobs
 from tests.support.processes import ProcessWorld
@@ -48,6 +53,31 @@ def run(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedPr
 
 def test_before_the_framework_is_imported() -> None:
     assert python(install_jobs.EARLY) == "done\n"
+
+
+def speaks_while_its_client_is_held(rank: int) -> bool:
+    """Hold the program's client of the message store directly after `install()`, and send a message."""
+    holdfast.install(checkpoints=False, guard=False)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    other_client = clone_store(store)
+    held = threading.Thread(target=store.wait, args=([f"go on {rank}"], timedelta(seconds=60)))
+    held.start()
+    roster = find_roster(holdfast.Job()).bounded()
+    sent = threading.Thread(target=roster.put, args=(f"test/{rank}", {}), daemon=True)
+    sent.start()
+    sent.join(20)
+    spoke = held.is_alive() and not sent.is_alive()
+    own = roster.get([f"test/{other}" for other in range(2)]) if spoke else []
+    other_client.set(f"go on {rank}", "")
+    held.join()
+    holdfast.uninstall()
+    return spoke and own[rank] == {}
+
+
+def test_a_rank_that_goes_into_new_group_at_once_can_be_asked() -> None:
+    """Such a call holds the program's client of the message store for as long as other ranks do not come."""
+    with ProcessWorld(2) as world:
+        assert world.run(speaks_while_its_client_is_held) == [True, True]
 
 
 def test_after_functions_were_bound_elsewhere() -> None:

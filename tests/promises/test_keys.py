@@ -469,7 +469,7 @@ SITES = {
 }
 """Where the source writes a key, and the expression of the key: the rows of it."""
 STORES = re.compile(
-    r"(.*\.)?(_?roster|_bounded|base\(\)|_?base|lane|clone_store\(.*\))\.(put|claim|count|compare_set|add)"
+    r"(.*\.)?(_?roster|_bounded|base\(\)|_?base|lane|store\(\))\.(put|claim|count|compare_set|add)"
     "|Put|Claim|Count"
 )
 

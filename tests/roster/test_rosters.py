@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 from stat import S_ISSOCK
 
 import psutil
@@ -202,23 +201,6 @@ def test_a_store_that_does_not_answer_is_waited_for_but_not_by_what_must_not_han
         threading.Timer(PATIENCE + 1.0, host.send_signal, [signal.SIGCONT]).start()
         assert roster.get(["a"]) == [{}]
         assert time.monotonic() - begun > PATIENCE + 0.5
-
-
-def test_a_call_of_the_program_that_holds_its_client_of_the_store_holds_no_message() -> None:
-    """Such a call is `new_group` while other ranks do not come to it, directly after `install()`."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = PrefixStore("default", TCPStore("127.0.0.1", server.port, is_master=False))
-    held = threading.Thread(target=store.wait, args=(["never"], timedelta(seconds=60)), daemon=True)
-    held.start()
-    time.sleep(0.2)  # until it is in its wait
-    sent = threading.Thread(target=TorchRoster(store, 0, 2).put, args=("a", {"b": 1}), daemon=True)
-    sent.start()
-    sent.join(30)
-    assert held.is_alive()
-    assert not sent.is_alive()
-    server.set("default/never", b"")
-    assert TorchRoster(store, 1, 2).get(["a"]) == [{"b": 1}]
-    held.join()
 
 
 def test_worlds_that_share_a_server_do_not_see_each_other() -> None:

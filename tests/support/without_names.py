@@ -230,7 +230,7 @@ def features(name: str, folder: Path) -> None:
     """What only works with one name."""
     if name.startswith("_rebuild") or name == "_get_layout":
         objects(name)
-    from holdfast import _torch_private as room
+    from holdfast._core import torch_private as room
 
     if name == "_StorageInfo":
         room.storage_info("file", 0, 1)

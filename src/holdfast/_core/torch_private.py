@@ -199,14 +199,15 @@ def default_store() -> TorchStore:
 
 
 def clone_store(store: TorchStore) -> TorchStore:
-    """Make another client of a store, with a connection of its own. A store inside this process is returned
-    itself and, before torch 2.8, one with a prefix."""
+    """Make another client of a store, with a connection of its own; a store inside this process is returned
+    itself."""
     if hasattr(store, "clone"):  # since torch 2.8
         clone: TorchStore = store.clone()
         return clone
-    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+    tcp: Any = tcp_store(store)
+    if tcp is None:
         return store
-    made: TorchStore = type(store)(store.host, store.port, is_master=False, wait_for_workers=False)
+    made: TorchStore = type(tcp)(tcp.host, tcp.port, is_master=False, wait_for_workers=False)
     return made
 
 

@@ -12,6 +12,7 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
@@ -19,13 +20,16 @@ from importlib import import_module
 from holdfast import events
 from holdfast._core.base.deadline import check_seconds
 from holdfast._core.base.options import all_variables, event_folder
+from holdfast._core.base.threads import within
 from holdfast._core.process.exits import Stage, at_exit, not_at_exit, uncaught
 from holdfast._core.process.heart import heart
 from holdfast._core.process.under_way import wait_for_works
 from holdfast._core.protocol.call import find_roster
 from holdfast._core.protocol.job import Job, defaults, job_of, limits_of
+from holdfast._core.roster.base import Roster
 from holdfast._core.roster.beacon import Beacon, beacon_of
 from holdfast._core.roster.process import stack_dump
+from holdfast._core.roster.tcp_client import PATIENCE
 from holdfast._core.torch_private import forget_groups
 from holdfast._frameworks.frameworks import FRAMEWORKS, NAMES, Framework, guard_of, replacements_of
 from holdfast._frameworks.patching import Patches, Replacement, rebind, undo
@@ -38,7 +42,7 @@ from holdfast._groups.lifecycle.state import facts
 from holdfast._groups.lifecycle.state import installed as told_by_doctor
 from holdfast._groups.lifecycle.warm_up import chosen_operations
 from holdfast._watch.roll_call import RollCall
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, HoldfastError
 
 log = logging.getLogger("holdfast")
 _C10D = "torch.distributed.distributed_c10d"
@@ -141,6 +145,7 @@ class _Installation:
             self.end_record = events.record(event_folder())
         if dist.get_world_size() > 1:
             roster = find_roster(Job())
+            _connect(roster)
             self.beacon = beacon_of(roster)
             self.beacon.set_limits(limits_of(self.settings.job))
             self.beacon.keep(self)
@@ -178,6 +183,18 @@ class _Installation:
         if self.end_record is not None:
             self.end_record()
         undo([*self.patches.values(), self.own])
+
+
+def _connect(roster: Roster) -> None:
+    """Send a first message before the program goes on. It alone needs the program's own client of the message
+    store, which a call such as `new_group` holds until all ranks have come. If it takes longer than
+    `PATIENCE`, the heart sends it as soon as it can."""
+
+    def ask() -> None:
+        roster.bounded().base().get(["first"])
+
+    with suppress(HoldfastError):
+        within(PATIENCE, "a first message", ask)
 
 
 _current: _Installation | None = None

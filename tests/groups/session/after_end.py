@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -47,6 +48,7 @@ class SlowToGo:
 
 def after_the_session(mode: str, rank: int, folder: str, job: holdfast.Job) -> None:
     """One session on all ranks, whose bound is short; then what `mode` says."""
+    gc.unfreeze()  # an interpreter whose finalisation is looked at ends as others do
     if mode in ("finalisation", "C exit handler", "GIL", "an exit handler executes"):
         bound.MARGIN, bound.FINAL = 1.0, 0.0
     if mode.startswith("unbounded "):

@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 CALLS = 4
 """Maximum number of calls in a line."""
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_EXITS = _OWN + "_core/process/exits.py"
+_OWN = os.path.abspath(__file__).removesuffix("_core/base/stacks.py")
+"""The folder of Holdfast, with a slash."""
+_EXITS = os.path.join(_OWN, "_core", "process", "exits.py")
 _SYSTEM_EXIT = os.path.join(_OWN, "_groups", "ending", "system_exit.py")
-_ROSTER = os.path.join(_OWN, "_roster", "")
+_ROSTER = os.path.join(_OWN, "_core", "roster", "")
 """A thread that executes code in this folder waits for messages."""
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
 

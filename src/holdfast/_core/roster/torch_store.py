@@ -168,7 +168,7 @@ class _Connections:
         self._was_closed = False
         if self._speaks_tcp is None:
             with native_call():
-                self._speaks_tcp = agrees_with(client, clone_store(tcp))
+                self._speaks_tcp = agrees_with(client, tcp)
             if not self._speaks_tcp:
                 client.close()
                 return _TorchClient(store)
@@ -179,13 +179,10 @@ class _Connections:
         if self._seal is None:
             # Through the store itself: worlds that share a server are told apart by the prefixes of their
             # stores.
-            time.sleep(self._delay)
             with _reachable("reading the job's secret"), native_call():
                 environment = read_environment()
                 key = f"holdfast/{environment.incarnation}/secret"
-                # By a connection of its own: the program's may be held by a call that waits for other ranks,
-                # such as `new_group`.
-                drawn = clone_store(self.store()).compare_set(key, "", secrets.token_hex(16)).decode()
+                drawn = self.store().compare_set(key, "", secrets.token_hex(16)).decode()
             self.prefix = f"holdfast/{Seal(drawn).job}/"
             # The second secret is never sent, so a stranger who can read the store does not have it. If the
             # first one of an earlier start is copied to here, nothing of that start is readable all the same.

@@ -86,7 +86,7 @@ def command(
         },
     }
     # At its start Python imports `sitecustomize` from the first folder of its path that has one.
-    folder = str(Path(__file__).parents[1] / "_startup")
+    folder = str(Path(__file__).parents[1] / "startup")
     # An empty part would mean the working directory. The folder may be there already, because one
     # `holdfast run` may run another.
     rest = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != folder]
