@@ -378,7 +378,7 @@ def test_threads_that_wait_for_messages_of_gloo_are_no_activity() -> None:
         }
         cpu, _ = activity()
         waits = {thread for thread, name in names.items() if name.startswith(("gloo_", "pt_gloo_"))}
-        assert waits
+        assert waits or torch.__version__.startswith("2.6.")  # which names no thread
         assert not waits & cpu.keys()
         assert threading.get_native_id() in cpu
         assert sum(cpu.values()) <= time.process_time()
