@@ -148,7 +148,7 @@ class Pending(Future[SaveReport]):
         return super().exception() if self.done() else None
 
     def failed_unseen(self) -> bool:
-        """Return whether the save failed unexpectedly and nobody has read the error."""
+        """Return whether the save failed unexpectedly and its error was not read."""
         error = self.failure()
         return not (error is None or self.seen or self.only_warns or self.is_given_up(error))
 

@@ -58,7 +58,7 @@ class _Process:
                     case WriteJob():
                         self.jobs.put(message)
         finally:
-            os._exit(0)  # also in the middle of a write: nobody waits for it any more
+            os._exit(0)  # also in the middle of a write: its result is no longer needed
 
     def work(self) -> None:
         while True:

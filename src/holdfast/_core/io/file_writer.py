@@ -120,7 +120,7 @@ def discard(store: Store, names: list[str]) -> None:
         with suppress(Exception):
             store.delete(name)
     with suppress(Exception):
-        store.child(DATA).remove()  # not `delete`: somebody's file or link may have that name
+        store.child(DATA).remove()  # not `delete`: a foreign file or link may have that name
 
 
 def _write_file(

@@ -249,7 +249,7 @@ def _one_thread(stack: ExitStack) -> Executor | None:
     except RuntimeError:  # no more threads, or the process is about to end
         pool.shutdown(wait=False, cancel_futures=True)
         return None
-    stack.callback(pool.shutdown, cancel_futures=True)  # after an error nobody needs the sums
+    stack.callback(pool.shutdown, cancel_futures=True)  # after an error the sums are not needed
     return pool
 
 

@@ -109,7 +109,7 @@ def plan_load(
         parts = {leaf for some in wholes.values() for leaf in some}
         gone = [row for row in gone if owners[row] not in parts]
     missing, rows_asked = _check_missing(request, index, table, of_row, gone)
-    # Read only this part of the index: of 100,000 tensors a rank mostly wants a few.
+    # Read only this part of the index: of 100,000 tensors a rank usually requests few.
     keep = [row for row in (rows >= 0).nonzero()[0].tolist() if row not in others]
     found, position = np.unique(rows[keep], return_inverse=True)
     columns = index.select(found)

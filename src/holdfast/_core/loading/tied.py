@@ -40,7 +40,7 @@ def rows_read_once(table: ShardTable, position: Array, columns: Columns, where: 
     elements.
     """
     begins, ends = _memory_of(table)
-    if not _overlaps(begins, ends):  # mostly
+    if not _overlaps(begins, ends):  # the usual case
         return Tied(frozenset(), [])
     ties = find_ties(table)
     begins[[*ties]] = 0

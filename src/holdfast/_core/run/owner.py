@@ -267,7 +267,7 @@ def _may_take(owner: Owner, job: str, url: str) -> bool:
     if owner.job == job or owner.ended:
         return True
     alive = _lives(owner)
-    if alive:  # whatever its name is: two jobs can have the same
+    if alive:  # regardless of the name: two jobs can have the same
         raise _refusal(owner, url)
     # torchrun and Slurm end one start of a job before they begin the next.
     return alive is False or bool(owner.name and owner.name == env.job and owner.restarts < env.restarts)

@@ -88,7 +88,7 @@ def count_changes(tensors: Iterable[torch.Tensor]) -> None:
     """Increment the version counters of tensors that are about to be changed, so that an autograd graph that
     needs their present values refuses to run.
 
-    Mostly bytes are read directly into the tensor's memory, which autograd doesn't see. A DTensor and its
+    Usually bytes are read directly into the tensor's memory, which autograd doesn't see. A DTensor and its
     local tensor have separate counters. Inference tensors have none, and are in no graph.
     """
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])

@@ -130,7 +130,7 @@ def given_of(
                     f"{name!r} of model_state_dict is a whole tensor, and the model has a DTensor.",
                     hint="Give what get_state_dict gave, without full_state_dict.",
                 )
-            # Only values in other memory: mostly a load has filled the module's own tensors already.
+            # Only values in other memory: usually the load has filled the module's own tensors in place.
             if not same_memory(value, present):
                 given[path] = value
         by_part.append((part, given))
