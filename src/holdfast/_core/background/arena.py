@@ -26,12 +26,12 @@ from holdfast.errors import SaveFailed
 ALIGN = 64
 _HUGE = 2 << 20
 _BY_FILE = 256 << 10
-"""Bytes from which a copy into pages that are not there yet is a write to the file: it takes half the time of
-a fault for every 4 KiB."""
+"""Minimum bytes of a copy into unallocated pages to use a write to the file: it takes half the time of page
+faults every 4 KiB."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, of Linux 5.14."""
 _AT_ONCE = 64 << 20
-"""Bytes that are populated in one call, which keeps other threads from mapping memory."""
+"""Bytes to populate per call; during a call, other threads can't map memory."""
 
 
 _numbers = itertools.count(1)
@@ -43,13 +43,13 @@ _LIMITS = {
     errno.ENOMEM: (resource.RLIMIT_AS, "address space", "-v"),
     errno.EMFILE: (resource.RLIMIT_NOFILE, "open files", "-n"),
 }
-"""Per errno: the limit of this process that is reached, its name, and the option of `ulimit` that sets it."""
+"""For each errno: the process limit that was reached, its name, and the option of `ulimit` that sets it."""
 
 
 @contextmanager
 def _room_for(nbytes: int) -> Iterator[None]:
-    """Raise SaveFailed, which says which limit is reached, if the system gives no memory for a copy of so
-    many bytes."""
+    """Convert a failed allocation for a copy of `nbytes` to SaveFailed, which names the limit that was
+    reached."""
     try:
         yield
     except OSError as error:
@@ -73,20 +73,20 @@ def _room_for(nbytes: int) -> Iterator[None]:
 class Arena:
     """Memory under a file descriptor. `address` changes when it grows.
 
-    Raises SaveFailed where the system gives no room.
+    Raises SaveFailed if the system refuses memory.
     """
 
     def __init__(self, fd: int | None = None) -> None:
         with _room_for(0):
             self.fd = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC) if fd is None else fd
         self.number = next(_numbers)
-        """Unique in this process for ever; descriptors and addresses are reused."""
+        """Never reused in this process, unlike descriptors and addresses."""
         self.size = 0
         self.address = 0
         self.unpin: Callable[[], object] | None = None
         """Undoes the pinning of the pages, if they are pinned."""
         self.is_new = False
-        """Whether its pages are not there, or not mapped here, yet."""
+        """Whether its pages are not yet allocated, or not yet mapped here."""
         self._map: mmap.mmap | None = None
         self._keep: object = None
         if fd is not None:
@@ -131,10 +131,10 @@ class Arena:
             self.address, self.size = ctypes.addressof(self._keep), size
 
     def _detach(self) -> None:
-        # First: Ctrl-C may come in any call below, and nobody must copy to where nothing is mapped.
+        # Reset first: Ctrl-C may interrupt any call below, and no copy may go to an unmapped address.
         unpin, held = self.unpin, self._map
         self.unpin, self._map, self.address, self.size = None, None, 0, 0
-        # While the pages are still mapped: the driver finds them by their address.
+        # Unpin while the pages are still mapped: the driver finds them by their address.
         if unpin is not None:
             unpin()
         # Before `close`, as an mmap can't be closed while something has a buffer of it.
@@ -159,8 +159,8 @@ class Arena:
 
 
 class ArenaMemory:
-    """A shard of `shape` in an arena, row-major. `address` is where its first element is, or would be: if
-    this rank writes only a part of a shard, only that part was copied."""
+    """A shard of `shape` in an arena, row-major. `address` is the address of its first element, even if that
+    was not copied: if this rank writes only a part of a shard, only that part is in the arena."""
 
     __slots__ = ("_itemsize", "_shape", "address")
 
@@ -170,7 +170,7 @@ class ArenaMemory:
     def gather(self, box: Box, out: Buffer) -> None:
         element = np.dtype(f"V{self._itemsize}")
         count = int(np.prod(self._shape, dtype=np.int64))
-        # If the row was copied in part, this array reaches beyond what is there; `box` never does.
+        # If the shard was copied in part, this array extends beyond the copied bytes; `box` never does.
         raw: Buffer = (ctypes.c_ubyte * (count * self._itemsize)).from_address(self.address)
         part = np.frombuffer(raw, element).reshape(self._shape)[box.slices()]
         np.frombuffer(out, element).reshape(part.shape)[...] = part

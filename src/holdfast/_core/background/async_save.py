@@ -51,13 +51,13 @@ def async_save(
     """
     store, job = open_store(path), job_of(job)
 
-    # Called once this thread's previous save has ended: the deadline counts from then, so waiting for that
-    # save takes none of this one's time.
+    # Called after this thread's previous save has ended: the deadline counts from then, so the wait for the
+    # previous save does not shorten it.
     def make() -> SaveJob:
         request = SaveRequest(
             store=store,
             collect=lambda rank: flatten(state_dict, rank),
-            # Messages of its own, so that this save does not meet a synchronous call made while it goes on.
+            # A separate lane of messages, so that this save can't be mixed up with synchronous calls.
             call=begin_call(job).lane(LANE),
             step=step,
             include=include,
@@ -74,7 +74,7 @@ def async_save(
 
 
 def async_save_into(store: Store, make: Callable[[], SaveJob], step: int | None, options: Options) -> Pending:
-    """Save the job that `make` begins, after the saves of this thread that are under way."""
+    """Run the save job that `make` creates, after the running saves of this thread."""
     return queue_of_this_thread().save(
         make, store.url, step, budget=options.host_memory_budget, retries=options.retries
     )

@@ -19,8 +19,8 @@ _side: dict[torch.device, torch.cuda.Stream] = {}
 
 @contextmanager
 def copies_into(streams: Sequence[torch.cuda.Stream], arena: Arena) -> Iterator[None]:
-    """Copy from a GPU inside this context: after what training's `streams` were given before, and complete
-    when the context ends."""
+    """A context for copies from a GPU: they start after the work already queued on training's `streams`, and
+    are complete when the context ends."""
     if not streams:
         yield
         return
@@ -33,8 +33,7 @@ def copies_into(streams: Sequence[torch.cuda.Stream], arena: Arena) -> Iterator[
             if device not in _side:
                 _side[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side = _side[device]
-            # What was queued on training's stream before this save must be done first; what is queued later
-            # is not waited for.
+            # Copies wait for the work queued on training's stream before this save, not for later work.
             side.wait_stream(training)
             stack.enter_context(torch.cuda.stream(side))
             sides.append(side)
@@ -43,7 +42,7 @@ def copies_into(streams: Sequence[torch.cuda.Stream], arena: Arena) -> Iterator[
                 yield
         finally:
             for side in sides:
-                # Also after an error: copies that were begun still write into the arena.
+                # Also after an error: started copies still write into the arena.
                 side.synchronize()
 
 

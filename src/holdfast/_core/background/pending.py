@@ -14,7 +14,7 @@ from holdfast._core.saving.job import SaveJob, SaveReport
 from holdfast.errors import DeadlineExceeded, HoldfastError, NotStarted
 
 CANCELLED = "cancelled"
-"""Key in the details of an error: some rank cancelled the save; it did not fail by itself."""
+"""Key in the details of an error: the save did not fail, but was cancelled by some rank."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -43,14 +43,14 @@ class Pending(Future[SaveReport]):
             # Future.cancel can't end a save; ours can.
             future.set_running_or_notify_cancel()
         self._begun = threading.Lock()
-        """The thread that runs the save holds it."""
+        """Held by the thread that runs the save."""
         self.seen: bool = False
         """Whether the result or the error has been read."""
         self.only_warns = False
         """Whether a failure is logged instead of raised."""
         self._save: SaveJob | None = None
         self.who: str = "a rank"
-        """The rank that saves, as messages name it."""
+        """Description of the saving rank, for messages."""
         self._last = Progress("staging", 0, 0)
         self._cancel: HoldfastError | None = None
 
@@ -60,7 +60,7 @@ class Pending(Future[SaveReport]):
 
     @property
     def upload_completion(self) -> Pending:
-        """The save itself, under torch DCP's name for it."""
+        """The save itself; torch DCP's name for this future."""
         return self
 
     def start(self, run: Callable[[], SaveReport]) -> None:
@@ -72,7 +72,7 @@ class Pending(Future[SaveReport]):
             try:
                 report = run()
             except BaseException as error:
-                # Before the future is set: the save's memory is free when its waiters wake up.
+                # Before the future is set, so that the save's memory is free when waiters wake up.
                 self._let_go()
                 self.has_staged()
                 self.set_exception(error)
@@ -82,7 +82,8 @@ class Pending(Future[SaveReport]):
 
         try:
             start_thread(work, "holdfast-async-save")
-        # Nothing else: a failing session raises its error anywhere in this thread, also once the save runs.
+        # Only NotStarted: a failing session may raise its error at any point in this thread, even after the
+        # save's thread has started.
         except NotStarted as error:
             if self._save is not None:
                 self._save.operation.cancel.set(error)  # the protocol tells it to the others, on this thread
@@ -147,7 +148,7 @@ class Pending(Future[SaveReport]):
         return super().exception() if self.done() else None
 
     def failed_unseen(self) -> bool:
-        """Return whether the save failed unexpectedly and nobody has read the error."""
+        """Return whether the save failed unexpectedly and its error was not read."""
         error = self.failure()
         return not (error is None or self.seen or self.only_warns or self.is_given_up(error))
 
@@ -165,8 +166,8 @@ class Pending(Future[SaveReport]):
         `committed` tells."""
         if self.done():
             return False
-        # Set first, then read the job; `_attempt` does these two the other way round. So one of them sees the
-        # other, whenever a retry begins.
+        # Set the error first, then read the job; `_attempt` does this in the opposite order. So a cancel is
+        # never lost, whenever a retry begins.
         self._cancel = HoldfastError(
             f"The save of {self.path} was cancelled on {self.who}.", step=self.step, details={CANCELLED: True}
         )
@@ -194,7 +195,7 @@ class Pending(Future[SaveReport]):
 
 
 def finished(report: SaveReport, step: int | None) -> Pending:
-    """Return a synchronous save's report as a `Pending` that is done."""
+    """Return a completed `Pending` with the report of a synchronous save."""
     pending = Pending(report.path, step)
     pending.seen = True
     pending.has_staged()

@@ -1,11 +1,10 @@
 """The queue of asynchronous saves: their copies, the processes that write them, and their order.
 
 The caller's thread copies the state and goes on. Another thread runs the same protocol as a synchronous save,
-with its own messages (a lane of the roster), and a writer process does its storage work. So no rank enters
-a collective for it, training waits for nothing but the copy, and a failed save is the same error on all
-ranks.
+with its own messages (a lane of the roster), and a writer process does its storage work. So a save needs no
+collective, training waits only for the copy, and a failed save raises the same error on all ranks.
 
-Several saves may be under way: verl saves a model, its optimizer and the rest as three requests. Each has its
+Several saves may run at once: verl saves a model, its optimizer and the rest as three requests. Each has its
 own copy until it is committed.
 """
 
@@ -45,19 +44,19 @@ from holdfast.errors import BadInput, CommitUnconfirmed, DeadlineExceeded, Holdf
 
 log = logging.getLogger("holdfast")
 LANE = "async"
-"""The lane of the roster on which asynchronous saves meet those of other ranks."""
+"""The lane of the roster for the messages of asynchronous saves."""
 EXIT_GRACE = 30.0
-"""Seconds that pending saves are waited for when the process ends by an exception."""
+"""Timeout in seconds of the wait for pending saves when the process ends by an exception."""
 
 
 @dataclass(eq=False)
 class Room:
-    """What one save takes: memory for its copy, and the process that writes it. Later saves use it again."""
+    """The resources of one save: memory for its copy, and a writer process. Later saves reuse them."""
 
     writer: WriterClient
     arena: Arena | None = None
     save: Pending | None = None
-    """The last save that took it."""
+    """The last save that used it."""
 
     @property
     def is_free(self) -> bool:
@@ -74,27 +73,27 @@ class Room:
 
 
 class SaveQueue:
-    """The asynchronous saves of `owner`, until it is garbage-collected: those under way, and those that have
-    ended and were not settled yet.
+    """The asynchronous saves of `owner`, until it is garbage-collected: running saves, and ended saves that
+    are not settled yet.
 
     in_order: one writer process writes the saves one after another, and they share the memory. Otherwise each
-        save that is under way has its own process and its own part of the memory.
+        running save has its own process and its own memory.
     """
 
     def __init__(self, owner: object, in_order: bool = True) -> None:
         self.saves: deque[Pending] = deque()
-        """The oldest first."""
+        """Oldest first."""
         self._in_order = in_order
         self.writer = WriterClient()
-        """That of saves in order."""
+        """The shared writer process of saves in order."""
         self._rooms: list[Room] = []
-        """Ordered by their saves, the oldest first."""
+        """Sorted by the age of their saves, oldest first."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._retired = False
         _known.add(self)
         at_exit(Stage.SAVES, self.drain)
-        # Not at the end of the process, where `drain` waits for the saves in its stage.
+        # Not at process exit, where `drain` waits for the saves at its stage.
         finalize(owner, self.retire).atexit = False
 
     def save(
@@ -106,13 +105,13 @@ class SaveQueue:
         budget: int | None = None,
         retries: int = 0,
     ) -> Pending:
-        """Copy the state of the job that `make` gives, and save it in the background.
+        """Copy the state of the job that `make` creates, and save it in the background.
 
-        at_once: how many saves may be under way; this waits for the oldest ones, each of which ends by its
-            own deadline.
-        budget: bytes that copies may take: this one, or, if saves are written in order, those of all saves
-            together. This waits for the oldest if its copy does not fit beside theirs; if it does not fit
-            alone, it is copied in waves.
+        at_once: maximum number of running saves; if it is reached, wait for the oldest ones, each of which
+            ends by its own deadline.
+        budget: maximum bytes of this copy or, if saves are written in order, of all copies together. If the
+            copy does not fit beside older ones, wait for the oldest saves; if it does not fit alone, it is
+            copied in waves.
         """
         if self.is_of_another_process():
             raise BadInput(
@@ -125,7 +124,7 @@ class SaveQueue:
             pending = Pending(path, step)
             job = make()
             room = self._free_room()
-            # If the process can't be started, the other ranks must hear of it: otherwise the call counters of
+            # If the process can't be started, the other ranks must be told: otherwise the call counters of
             # the ranks would diverge.
             if not room.writer.busy and not is_written_here(job.store):
                 job.collect_error = job.collect_error or read_state(room.writer.start, job.rank)
@@ -133,8 +132,8 @@ class SaveQueue:
             staged = self._stage(job, room, budget, into)
             interrupt = job.collect_error.__cause__ if job.collect_error is not None else None
             if interrupt is not None and not isinstance(interrupt, Exception):
-                # Ctrl-C while the state was read: raised at the end of this call, once. Calls that wait for
-                # this save raise what the other ranks raise then.
+                # Ctrl-C while the state was read: raised once, at the end of this call. Later waits for this
+                # save raise the same error as the other ranks.
                 assert job.collect_error is not None
                 job.collect_error.__cause__ = None
                 pending.seen = True
@@ -157,8 +156,8 @@ class SaveQueue:
                 # In waves this takes as long as writing all but the last one; the save's deadline bounds it.
                 pending.staging_completion.result()
             except BaseException:
-                # Ctrl-C, mostly while waves are copied: the caller never gets this save, so all ranks give it
-                # up. Others wait for its end, so it must have begun.
+                # Ctrl-C, usually while waves are copied: the caller never gets this handle, so cancel the
+                # save on all ranks. Other code waits for its end, so it must be started.
                 pending.cancel()
                 pending.start(run)
                 raise
@@ -169,8 +168,8 @@ class SaveQueue:
         return pending
 
     def settle(self, leave: int = 0, timeout: float | None = None) -> Iterator[Pending]:
-        """Take the oldest saves out, each once it has ended, until at most `leave` are left. DeadlineExceeded
-        if one goes on for longer than `timeout` seconds."""
+        """Remove the oldest saves, each after it has ended, until at most `leave` remain, and yield them.
+        DeadlineExceeded if one takes longer than `timeout` seconds."""
         if self.is_of_another_process():
             self.saves.clear()  # only the parent has the threads that end them
         while len(self.saves) > leave:
@@ -189,25 +188,25 @@ class SaveQueue:
                 if room.writer not in busy:
                     room.writer.kill()
                 room.empty()
-            # A failure that nobody has heard of is reported at the end of the process.
+            # A failure that was not read is reported at process exit.
             if self._retired and not any(not save.done() or save.failed_unseen() for save in self.saves):
                 not_at_exit(self.drain)
                 _known.discard(self)
 
     def retire(self) -> None:
-        """Release everything once the last save has ended: nobody can begin another one."""
+        """Release everything after the last save has ended; no more saves can be started."""
         self._retired = True
         self.release()
         for save in self.saves:
             save.add_done_callback(lambda save: self.release())
 
     def is_of_another_process(self) -> bool:
-        """Return whether it was made before this process was forked."""
+        """Return whether this queue was created before this process was forked."""
         return self._pid != os.getpid()
 
     def drain(self) -> Failure | None:
-        """Wait, at the end of the process, for the saves under way. Their failures are those of the process,
-        unless somebody has asked for them."""
+        """At process exit, wait for running saves. A failure makes the process fail, unless it was already
+        read."""
         try:
             failures = [failure for save in self.saves if (failure := _outcome(save)) is not None]
         finally:
@@ -245,12 +244,12 @@ class SaveQueue:
 
         if job.collect_error is None:
             job.collect_error = read_state(copy, job.rank)
-        # Empty if reading failed. The job still enters the call, so that the other ranks hear of it.
+        # Empty if reading failed. The job still enters the call, so that the other ranks are told.
         return results[0] if results else Staged([])
 
     def _make_room(self, nbytes: int, budget: int, mine: Room) -> None:
-        """Free arenas until all take at most `budget` bytes with this save's `nbytes`: wait for other saves,
-        the oldest first."""
+        """Free other arenas until all take at most `budget` bytes, including `nbytes` of this save: wait for
+        other saves, oldest first."""
         others = [room for room in self._rooms if room is not mine]
         nbytes = max(nbytes, mine.nbytes)  # an arena does not shrink
         for room in others:
@@ -262,10 +261,10 @@ class SaveQueue:
 
 
 def _run(pending: Pending, job: SaveJob, room: Room, retries: int, before: Pending | None) -> SaveReport:
-    """Save once `before` has ended; try a failed save again."""
-    # All attempts share the deadline of the call, so it ends in time however often it fails.
+    """Run a save after `before` has ended; retry it if it fails."""
+    # All attempts share the deadline of the call, so it ends in time regardless of the number of retries.
     deadline, pause = job.request.call.deadline, 0.1
-    # Without a timeout of the caller's, the deadline of the save before it ends this wait.
+    # If the caller has set no timeout, this wait is bounded by the deadline of the save before it.
     if before is not None and not before.wait(None if deadline.moves else deadline.left()):
         # An error on all ranks: this save has no time left, and the writer is not free.
         job.collect_error = job.collect_error or DeadlineExceeded(
@@ -284,7 +283,7 @@ def _run(pending: Pending, job: SaveJob, room: Room, retries: int, before: Pendi
             log.warning("%s; it is tried again (%d left).", error.message, retries)
             retries -= 1
             deadline.clock.sleep(min(pause, deadline.left()))
-            pause = min(2 * pause, 10.0)  # trouble with storage mostly lasts
+            pause = min(2 * pause, 10.0)  # storage errors usually last
             job.begin()
             pending._attempt(job)
 
@@ -295,17 +294,17 @@ def _run_once(job: SaveJob, room: Room) -> SaveReport:
         return job.run(pause_collector=False)
     except BaseException:
         copying = isinstance(job.sink, WaveSink) and job.sink.copying
-        # A save that was given up may have left a thread in a system call. That thread keeps what it uses,
-        # and the next save gets another process and another arena.
+        # A cancelled save may have left a thread in a system call. That thread keeps its resources, and the
+        # next save gets another process and another arena.
         if room.writer.busy or copying:
             room.writer.kill()
         if copying:
-            room.arena = None  # what the thread still copies must not get into the next save
+            room.arena = None  # bytes that the thread still copies must not get into the next save
         raise
 
 
 def _end_with(pending: Pending) -> None:
-    """Wait for a save that an `atexit` handler has begun: nothing else does, and nobody sees its error."""
+    """Wait for a save started by an `atexit` handler: no other code waits for it or reports its error."""
     try:
         pending.committed()
     except BaseException as error:
@@ -315,7 +314,7 @@ def _end_with(pending: Pending) -> None:
 
 def _outcome(pending: Pending) -> Failure | None:
     """Wait for a save at the end of the process; return why the process must not end with exit code 0."""
-    # After an exception nobody should wait for long; otherwise the save's own deadline bounds the wait.
+    # After an exception the wait must be short; otherwise it is bounded by the save's own deadline.
     timeout = EXIT_GRACE if uncaught() is not None else None
     try:
         ended = pending.wait(timeout)
@@ -343,7 +342,7 @@ def _outcome(pending: Pending) -> Failure | None:
 
 
 _known: set[SaveQueue] = set()
-"""All queues of this process that may have a save under way, or a failed one that nobody has asked for."""
+"""All queues of this process that may have a running save, or a failed one whose error was not read."""
 _of_thread = threading.local()
 
 
@@ -352,7 +351,7 @@ class _Owner:
 
 
 def queue_of_this_thread() -> SaveQueue:
-    """Return this thread's queue: no thread waits for another's save."""
+    """Return this thread's queue; each thread has its own, so none waits for another's save."""
     queue: SaveQueue | None = getattr(_of_thread, "queue", None)
     # A fork has its parent's thread-locals, but neither its threads nor its writer.
     if queue is None or queue.is_of_another_process():
@@ -362,8 +361,8 @@ def queue_of_this_thread() -> SaveQueue:
 
 
 def last_saves() -> list[Work]:
-    """Return the last asynchronous saves of this process, under way or not."""
-    # Copies: other threads begin and end saves meanwhile.
+    """Return the last asynchronous saves of this process, running or ended."""
+    # Iterate over copies, because other threads start and end saves concurrently.
     here = [queue for queue in list(_known) if not queue.is_of_another_process()]
     return [pending for queue in here for pending in list(queue.saves)]
 

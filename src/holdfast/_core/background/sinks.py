@@ -1,4 +1,4 @@
-"""Where the bytes of an asynchronous save go: through an arena, by the writer process, as a whole or in
+"""The sinks of an asynchronous save: its bytes go through an arena to the writer process, as a whole or in
 waves."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _COPIED = BytesMemory(b"")
 
 
 class StagedSink:
-    """Writes what was copied before the save began. arena: None if the state could not be read, and nothing
-    will be written."""
+    """Writes a copy that was complete before the save began. arena: None if the state could not be read, so
+    that nothing will be written."""
 
     def __init__(self, writer: WriterClient, arena: Arena | None, staged: Staged) -> None:
         self._writer, self._arena, self._staged = writer, arena, staged
@@ -61,13 +61,13 @@ class WaveSink:
         options = replace(job.options, columns=(), max_file_bytes=limit)
         plan = plan_save(table, replicas, options)
         job.streams.wait()
-        # Digest what others write now, as the state may change once the last wave is copied.
+        # Digest the witnessed pieces now, because the state may change after the last wave is copied.
         cuts, digests = split_files(plan, options), witnessed(table, plan)
         # In the arena each piece begins at a multiple of 64 bytes, so a wave of small tensors takes more.
         while large := [
             cut for cut in cuts if cut[1] - cut[0] > 1 and aligned_bytes(plan, cut) > self._budget
         ]:
-            # Less than such a wave holds, so that it is cut; by an eighth, so that few rounds are enough.
+            # Below the size of the smallest such wave, so that each is cut; by an eighth, for few rounds.
             nbytes = min(int(plan.chunks.nbytes[slice(*cut)].sum()) for cut in large)
             options = replace(options, max_file_bytes=nbytes * 7 // 8)
             cuts = split_files(plan, options)
@@ -76,8 +76,8 @@ class WaveSink:
             self.copying = True
             staged = stage_wave(table, plan, cut, self._arena, self._into)
             staged.witnessed = digests
-            # If this save was given up meanwhile, the caller has gone on, and this copy may be of a later
-            # state. `copying` then stays set, so that the arena is not used again.
+            # If this save was cancelled meanwhile, training has continued, and this copy may be of a later
+            # state. Then `copying` stays set, so that the arena is not reused.
             job.operation.cancel.check()
             self.copying = False
             if part == len(cuts) - 1:
@@ -121,12 +121,12 @@ def _order(
 
 
 def is_written_here(store: Store) -> bool:
-    """Return whether this process writes into a store itself: the writer process opens paths only."""
+    """Return whether this process must write into the store: the writer process can only open paths."""
     return type(store) is not LocalStore
 
 
 def _write(writer: WriterClient, arena: Arena, job: SaveJob, order: WriteJob) -> list[WrittenFile]:
-    """Write files from the arena: the writer process does it, or this thread if that can't."""
+    """Write files from the arena: in the writer process, or in this thread if that is not possible."""
 
     def planned(total: int) -> None:
         job.operation.bytes_total = total
@@ -139,7 +139,7 @@ def _write(writer: WriterClient, arena: Arena, job: SaveJob, order: WriteJob) ->
         arena.populate()
         return files
     except BaseException:
-        writer.kill()  # it may be stuck, and what it still wrote would be left behind
+        writer.kill()  # it may be stuck, and would leave files behind if it went on
         if not job.options.keep_failed:
             _sweep(job.store, order.about["attempt"], job.rank)
         raise
@@ -148,7 +148,7 @@ def _write(writer: WriterClient, arena: Arena, job: SaveJob, order: WriteJob) ->
 
 
 def forget_copied(job: SaveJob) -> None:
-    """Drop what was copied, except objects, which are compared with those of other ranks."""
+    """Drop references to the copied tensors; objects are kept, to compare them with those of other ranks."""
     table = job.table
     table.memory = [
         memory if spec.kind == OBJECT else _COPIED
@@ -157,7 +157,7 @@ def forget_copied(job: SaveJob) -> None:
 
 
 def _sweep(store: Store, attempt: str, rank: int) -> None:
-    """Delete what a killed writer left behind."""
+    """Delete the files that a killed writer left behind."""
     with suppress(HoldfastError):
         mine = f"{attempt}-r{rank:05d}"  # followed by the number of a part, or by the suffix
         names = [name for name in store.list(DATA) if name.startswith((f"{mine}-", f"{mine}."))]

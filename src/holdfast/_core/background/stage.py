@@ -1,7 +1,8 @@
-"""Copy a rank's part of a state: what it writes goes into an arena, what others write is digested.
+"""Stage a rank's part of a state: copy the pieces that it writes into an arena, and digest those that it
+witnesses.
 
-If a shard's replicas are declared, only the pieces that this rank writes are copied: a rule tells which they
-are, without messages (`plan/replicas.py`). If they are not declared, the whole shard is copied, because the
+If a shard's replicas are declared, only the pieces that this rank writes are copied: a rule determines them
+without messages (`plan/replicas.py`). If they are not declared, the whole shard is copied, because the
 ranks agree on its writer later, while training goes on.
 """
 
@@ -26,28 +27,28 @@ from holdfast._core.plan.shard_table import PlannedRows, SavePlan, ShardTable, c
 from holdfast.errors import BadInput
 
 Into = Callable[[Arena], AbstractContextManager[None]]
-"""The context that copies into an arena are made in; they are complete when it ends."""
+"""Returns a context for copies into an arena; they are complete when the context ends."""
 
 
 @dataclass
 class Staged:
-    """What was copied of a shard table into an arena."""
+    """The copy of a shard table in an arena."""
 
     base: list[int]
-    """Per row, where in the arena its first element is, or would be if all of it were there."""
+    """For each row, the position of its first element in the arena, even if that element was not copied."""
     witnessed: Witnessed = field(default_factory=dict)
     nbytes: int = 0
 
 
 def plan_copies(table: ShardTable, options: Options) -> SavePlan:
-    """Plan to copy all that this rank writes."""
+    """Plan the copies of all pieces that this rank writes."""
     return plan_save(table, _replicas(table), replace(options, columns=()))  # panels are not contiguous
 
 
 def stage(table: ShardTable, options: Options, copies: SavePlan, arena: Arena, into: Into) -> Staged:
-    """Copy what this rank writes, and digest what others write."""
+    """Copy the pieces that this rank writes, and digest those that it witnesses."""
     staged = stage_wave(table, copies, (0, len(copies.chunks.row)), arena, into)
-    # By the plan with panels, if there are any: digests are compared with those of the stored chunks.
+    # Use the plan with panels, if there are any: digests are compared with those of the stored chunks.
     plan = plan_save(table, _replicas(table), options) if options.columns else copies
     staged.witnessed = witnessed(table, plan)
     return staged
@@ -58,7 +59,7 @@ def _replicas(table: ShardTable) -> list[Replica]:
 
 
 def aligned_bytes(plan: SavePlan, cut: tuple[int | None, int | None] = (None, None)) -> int:
-    """Return how many bytes of an arena the chunks of `cut` take; by default, all."""
+    """Return the bytes that the chunks of `cut` (default: all chunks) take in an arena."""
     return int(_aligned(plan.chunks.nbytes[slice(*cut)]).sum())
 
 
@@ -67,7 +68,7 @@ def _aligned(nbytes: Array) -> Array:
 
 
 def stage_wave(table: ShardTable, plan: SavePlan, cut: tuple[int, int], arena: Arena, into: Into) -> Staged:
-    """Copy the chunks of `cut`, a range of the plan's, in file order."""
+    """Copy the chunks of `cut`, a range of the plan's chunks in file order."""
     chunks = PlannedRows(*(column[slice(*cut)] for column in plan.chunks))
     ends = np.cumsum(_aligned(chunks.nbytes))
     starts = ends - _aligned(chunks.nbytes)
@@ -82,14 +83,14 @@ def stage_wave(table: ShardTable, plan: SavePlan, cut: tuple[int, int], arena: A
         for index, (row, start, nbytes) in enumerate(zip(*columns, strict=True)):
             memory = table.memory[row]
             address = memory.address
-            # First, and without a call of ours: a model has thousands.
+            # The common case first, without a Python function call: a model has thousands of these.
             if address and is_whole[index] and not is_new:
                 ctypes.memmove(arena.address + start, address, nbytes)
                 continue
             box, itemsize = _box(table, chunks, index), DTYPES[table.specs[row].dtype].size
             first = contiguous_at(table.boxes[row].shape, box)
             assert first is not None  # pieces are cut along the first axis that has any length
-            # This may lie before the arena: only addresses from the piece on are used.
+            # This may be negative: only addresses within the copied piece are used.
             base[row] = start - first * itemsize
             if address:
                 arena.copy(start, address + first * itemsize, nbytes)
@@ -101,7 +102,7 @@ def stage_wave(table: ShardTable, plan: SavePlan, cut: tuple[int, int], arena: A
 
 
 def _box(table: ShardTable, chunks: PlannedRows, index: int) -> Box:
-    """Return the box of a chunk, relative to its row's own."""
+    """Return the box of a chunk, relative to the box of its row."""
     row = int(chunks.row[index])
     ndim = len(table.specs[row].shape)
     box = Box(unpad(chunks.offset[index], ndim), unpad(chunks.size[index], ndim))
@@ -109,7 +110,7 @@ def _box(table: ShardTable, chunks: PlannedRows, index: int) -> Box:
 
 
 def witnessed(table: ShardTable, plan: SavePlan) -> Witnessed:
-    """Digest what this rank holds and others write."""
+    """Digest the pieces that this rank witnesses: it holds them, and another rank writes them."""
     return {witness_key(plan, index): witness(table, plan, index) for index in range(len(plan.witnesses.row))}
 
 

@@ -1,4 +1,4 @@
-"""The trainer's side of its writer process: start it, send it jobs, receive progress, notice its death."""
+"""The trainer's side of its writer process: start it, send it jobs, receive progress, detect its end."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from holdfast._core.roster.process import HELD, stat
 from holdfast.errors import HoldfastError, NotStarted, from_message
 
 START = Path(__file__).absolute().with_name("writer_start.py")
-"""What the writer process runs."""
+"""The program of the writer process."""
 PACKAGES = ("holdfast", "msgspec", "numpy", "xxhash")
-"""What it imports beside the standard library."""
+"""The packages that it imports besides the standard library."""
 LOOK = 0.25
 """Seconds between two checks whether a job is still wanted."""
 
@@ -68,7 +68,7 @@ def _isolated_python() -> list[str]:
 
 
 def _places() -> dict[str, str]:
-    """Return the folder that this process has imported each package from."""
+    """Return, for each package, the folder from which this process has imported it."""
     folders = {}
     for name in PACKAGES:
         module = import_module(name)
@@ -83,7 +83,7 @@ class WriterDied(HoldfastError):
 
 
 class WriterClient:
-    """A process of this rank's own, started anew if it has died. One job at a time."""
+    """The writer process of this rank, restarted if it has died. One job at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -91,7 +91,7 @@ class WriterClient:
         self._attached: set[int] = set()
         self._number = 0
         self.busy = False
-        """Has it a job? Then a thread of this process may be stuck in sending or receiving."""
+        """Whether it has a job; then a thread of this process may be blocked in sending or receiving."""
         _known.add(self)
 
     @property
@@ -99,14 +99,14 @@ class WriterClient:
         return self._process.pid if self._process is not None else None
 
     def describe(self) -> str:
-        """Say what the process does, as far as the kernel shows."""
+        """Describe the state of the process, as far as the kernel shows it."""
         now = stat(self.pid) if self.pid is not None else None
         held = HELD.get(now.state, "") if now is not None else ""
         return f"its writer process has pid {self.pid}" + (f", and is {held}" if held else "")
 
     def start(self) -> None:
         """Start the process if there is none; returns before it is ready. Raises NotStarted if the system
-        starts none."""
+        can't start it."""
         if self._process is not None and self._process.poll() is None:
             return
         self.kill()
@@ -135,7 +135,7 @@ class WriterClient:
             mine.close()
             raise
         finally:
-            # Otherwise this process would keep the writer's end open, and never see that the writer is gone.
+            # Otherwise this process would keep the writer's end open, and never detect that the writer ended.
             theirs.close()
         self._wire = Wire(mine, FromWriter)
         self._attached = set()
@@ -148,15 +148,15 @@ class WriterClient:
         moved: Callable[[int], None],
         still_wanted: Callable[[], None],
     ) -> list[WrittenFile]:
-        """Do a job to its end. What `moved` or `still_wanted` raise gives it up: then `kill` it, as it may be
-        stuck."""
+        """Run a job to its end. An error raised by `moved` or `still_wanted` cancels the job; the caller must
+        then `kill` the process, which may be stuck."""
         self.start()
         wire, process = self._wire, self._process
         assert wire is not None
         assert process is not None
         # Numbers distinguish messages of this job from late ones of a job that was given up.
         self._number += 1
-        # By the size the process sees that the arena has grown, and maps it again.
+        # The size tells the process whether the arena has grown and must be mapped again.
         job.number, job.arena, job.size = self._number, arena.number, arena.size
         ready = select.poll()  # select() knows no descriptor above 1023
         ready.register(wire.socket, select.POLLIN)
@@ -168,7 +168,7 @@ class WriterClient:
                 self._attached.add(arena.number)
             wire.send(job)
             while True:
-                # Each time, also while no message comes: a writer that is stuck in storage sends none.
+                # Checked even if no message arrives: a writer that is blocked in storage sends none.
                 still_wanted()
                 if not ready.poll(LOOK * 1000):
                     continue
@@ -191,7 +191,7 @@ class WriterClient:
 
     def _died(self, process: subprocess.Popen[bytes], rank: int) -> WriterDied:
         with suppress(subprocess.TimeoutExpired):
-            # The socket closes before the process has ended, and the error must tell its exit code.
+            # The socket closes before the process has ended, and the error should include its exit code.
             process.wait(1.0)
         code = process.returncode
         how = (
@@ -213,14 +213,14 @@ class WriterClient:
         self._wire, self._process = None, None
 
     def kill(self) -> None:
-        """End the process at once. What it was writing is no checkpoint."""
+        """Kill the process. Its unfinished files belong to no checkpoint."""
         process, wire = self._process, self._wire
         self._process = self._wire = None
-        if process is not None:  # before the socket is closed: a thread that is stuck in sending wakes up
+        if process is not None:  # before closing the socket, so that a thread blocked in sending wakes up
             with suppress(OSError):
                 process.kill()
             with suppress(subprocess.TimeoutExpired):
-                # No signal ends a process that is stuck in the kernel (storage that hangs): wait no longer.
+                # A process that is blocked in the kernel (hanging storage) can't be killed: wait no longer.
                 process.wait(1.0)
         if wire is not None:
             wire.socket.close()

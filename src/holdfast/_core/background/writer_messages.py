@@ -22,18 +22,18 @@ _HEAD = struct.Struct("<Q")
 
 
 class Attach(msgspec.Struct, tag=True, array_like=True):
-    """Sent with a file descriptor: that of the arena with this number."""
+    """Sent along with the file descriptor of the arena with this number."""
 
     arena: int
 
 
 class WriteJob(msgspec.Struct, tag="Job", array_like=True):
-    """Write a rank's files from an arena. Columns, a row a shard, as in `ShardTable`."""
+    """Write a rank's files from an arena. The columns have a row per shard, as in `ShardTable`."""
 
     number: int
     arena: int
     size: int
-    """Of the arena, in bytes."""
+    """Size of the arena in bytes."""
     store: str
     rank: int
     specs: list[TensorSpec]
@@ -42,21 +42,21 @@ class WriteJob(msgspec.Struct, tag="Job", array_like=True):
     unsharded: list[bool]
     deferred: list[DeferredOffset | None]
     base: list[int]
-    """Where in the arena each row begins."""
+    """Position of each row's first element in the arena."""
     witnessed: list[tuple[int, bytes, int, int]]
-    """Row, offset, block and digest of each piece that others write."""
+    """Row, offset, block and digest of each piece that this rank witnesses."""
     about: About
     options: Options
     earlier: Earlier | None = None
-    """The save whose bytes are linked where they have not changed."""
+    """The earlier save; chunks that have not changed since are linked to its files."""
     only: int | None = None
     """Write only this file of the plan; the arena holds no chunks of the others."""
     tied: dict[int, int] = {}
-    """Rows with the memory of another row, and that row."""
+    """Tied rows, each with the row that has the same memory."""
 
 
 class Planned(msgspec.Struct, tag=True, array_like=True):
-    """How many bytes a job will write."""
+    """The number of bytes that a job will write."""
 
     number: int
     total: int
@@ -70,14 +70,15 @@ class Moved(msgspec.Struct, tag=True, array_like=True):
 
 
 class Done(msgspec.Struct, tag=True, array_like=True):
-    """The files of a job are durable: name, size, where the embedded index starts and how long it is."""
+    """The files of a job are durable: their names, sizes, and the positions and sizes of their embedded
+    indexes."""
 
     number: int
     files: list[WrittenFile]
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
-    """A job failed; nothing of its files is left. An error as `HoldfastError.to_message` makes it."""
+    """A job failed; its files are deleted. The error is encoded by `HoldfastError.to_message`."""
 
     number: int
     error: dict[str, object]
@@ -106,7 +107,7 @@ class Wire:
 
     def receive(self) -> tuple[Any, int | None]:
         """Receive a message, and the file descriptor that came with it. EOFError if the other end is gone."""
-        # A descriptor comes with the head: a plain recv, as for the rest, would drop it.
+        # A descriptor arrives with the head; a plain recv would drop it.
         head, fds, _, _ = socket.recv_fds(self.socket, _HEAD.size, 1)
         if head and len(head) < _HEAD.size:
             head += self._exactly(_HEAD.size - len(head))

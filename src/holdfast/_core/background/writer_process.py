@@ -1,7 +1,7 @@
 """The writer process: hashes and writes what a trainer has copied into shared memory. It imports no torch.
 
 It runs the same writer as a synchronous save. It ends with its trainer: the socket between them closes when
-either process ends, for whatever reason. What it was writing then is no checkpoint, as no index names it.
+either process ends, for whatever reason. Unfinished files belong to no checkpoint, as no index lists them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from holdfast._core.store.local import open_store
 from holdfast.errors import HoldfastError
 
 TELL_EVERY = 0.05
-"""Seconds between two messages of progress."""
+"""Seconds between two progress messages."""
 YIELDS = 10
-"""Niceness: training has priority where cores are short, and so has a copy on another rank."""
+"""Niceness: if cores are scarce, training has priority, and so have copies of other ranks."""
 
 
 class _Process:
@@ -47,8 +47,8 @@ class _Process:
         self.jobs: queue.SimpleQueue[WriteJob] = queue.SimpleQueue()
 
     def listen(self) -> None:
-        """Receive jobs until the trainer is gone."""
-        # On a thread of its own, so that the end of the socket is seen in the middle of a long write.
+        """Receive jobs until the trainer has ended."""
+        # On a separate thread, so that a closed socket is detected during a long write.
         try:
             while True:
                 message, fd = self.wire.receive()
@@ -58,7 +58,7 @@ class _Process:
                     case WriteJob():
                         self.jobs.put(message)
         finally:
-            os._exit(0)  # also in the middle of a write: nobody waits for it any more
+            os._exit(0)  # also in the middle of a write: its result is no longer needed
 
     def work(self) -> None:
         while True:
@@ -67,8 +67,8 @@ class _Process:
                 self.wire.send(Done(job.number, self._write(job)))
             except HoldfastError as error:
                 self.wire.send(Failed(job.number, error.to_message()))
-            # Reported, so that the trainer raises it on all ranks: if this process died of it, the trainer
-            # would see no more than an exit code.
+            # Reported, so that the trainer raises it on all ranks: if this process ended instead, the trainer
+            # would see only an exit code.
             except Exception as error:
                 failure = HoldfastError(
                     f"The writer process met {type(error).__name__}: {error}", rank=job.rank
@@ -86,7 +86,7 @@ class _Process:
                 last_sent, moved = time.monotonic(), 0
 
         arena = self.arenas[job.arena]
-        arena.reserve(job.size)  # if the trainer has grown it since, this maps it again
+        arena.reserve(job.size)  # maps it again if the trainer has grown it since
         return write_job(
             job,
             arena,
@@ -99,7 +99,7 @@ class _Process:
 def write_job(
     job: WriteJob, arena: Arena, store: Store, planned: Callable[[int], None], progress: Callable[[int], None]
 ) -> list[WrittenFile]:
-    """Plan and write a job; `planned` is called with its bytes."""
+    """Plan and write a job; `planned` is called with its number of bytes."""
     memory: list[Memory] = [
         ArenaMemory(arena.address + base, box.shape, DTYPES[spec.dtype].size)
         for spec, box, base in zip(job.specs, job.boxes, job.base, strict=True)
@@ -116,7 +116,7 @@ def write_job(
 
 
 def main(fd: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     os.nice(YIELDS)
     process = _Process(socket.socket(fileno=fd))
     threading.Thread(target=process.listen, name="holdfast-listen", daemon=True).start()

@@ -1,9 +1,9 @@
 """The program of the writer process: `python -I -S writer_start.py DESCRIPTOR PLACES`.
 
 The interpreter is isolated: it imports the standard library, and nothing from the working directory,
-PYTHONPATH, the folder of this file or site-packages. The few packages that the writer needs come from where
-the trainer has them (PLACES: a folder for each name, as JSON), and nothing else comes from there. So no
-stray file can be executed, and both sides run the same version.
+PYTHONPATH, the folder of this file or site-packages. The few packages that the writer needs are imported from
+the trainer's folders (PLACES: a folder for each name, as JSON), and no other package is. So no stray file can
+be executed, and both sides run the same version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 
 
 class Places:
-    """Finds packages by name, each in a folder of its own; a finder of `sys.meta_path`."""
+    """A finder for `sys.meta_path`: finds packages by name, each in its given folder."""
 
     def __init__(self, places: dict[str, str]) -> None:
         self._places = places

@@ -34,7 +34,7 @@ def _column(rows: str, dtype: str = "<i8", wide: bool = False) -> Array:
 
 
 class ColumnSpec(NamedTuple):
-    """What a row of a column describes (a letter, see `Columns`), and how the column is stored."""
+    """The kind of a column's rows (a letter, see `Columns`), and how the column is stored."""
 
     rows: str
     dtype: np.dtype[np.generic]
@@ -95,7 +95,7 @@ class Columns:
     witness_late: Array = _column("W")
     """If L is not 0: the row among the L that each chunk (or witness) is a part of, or -1."""
     shared: bool = False
-    """Whether chunks of several tensors may be on the same bytes."""
+    """Whether chunks of several tensors may share the same bytes."""
 
     @property
     def dims(self) -> int:
@@ -117,7 +117,7 @@ class Columns:
         return nbytes
 
     def chunks_of(self, row: int) -> slice:
-        """Return which chunks are those of a tensor."""
+        """Return the range of a tensor's chunks."""
         return slice(int(self.chunk_end[row - 1]) if row else 0, int(self.chunk_end[row]))
 
     def digests_of(self, chunk: int) -> Array:
@@ -201,15 +201,15 @@ def foreign_columns(tensors: Sequence[tuple[TensorSpec, int]], chunks: Sequence[
 
 
 def counts_of(ends: Array) -> Array:
-    """Return how many each row has, from the column of their ends."""
+    """Return the length of each row's range, from the column of range ends."""
     counts: Array = ends.copy()
     counts[1:] -= ends[:-1]
     return counts
 
 
 def expand_ranges(starts: Array, counts: Array) -> Array:
-    """Return starts[0], starts[0] + 1, ..., counts[0] numbers in all; then those of the next range."""
-    # Each start, less the numbers of the ranges before it, which the arange has counted already.
+    """Concatenate ranges of integers: `counts[0]` numbers from `starts[0]` on, and so on."""
+    # Each start, minus the total count of the ranges before it, which the arange includes.
     bases: Array = (starts - counts.cumsum() + counts).repeat(counts)
     return bases + np.arange(len(bases))
 
@@ -274,21 +274,21 @@ def check_rows(columns: Columns, where: str) -> None:
     same = columns.file[order][1:] == columns.file[order][:-1]
     start, stop = columns.position[order], stop[order]
     overlap = same & (start[1:] < stop[:-1])
-    if columns.shared:  # all bytes of a chunk, or none
+    if columns.shared:  # two chunks may share all their bytes, but not overlap in part
         overlap &= (start[1:] != start[:-1]) | (stop[1:] != stop[:-1])
     if overlap.any():
         raise CorruptCheckpoint(f"{where} places two chunks on the same bytes of a file.")
 
 
 def tied_rows(columns: Columns) -> dict[int, int]:
-    """Return the rows of tensors that have all their bytes in common with another one, and the first such
-    row: weights that were tied when they were saved."""
+    """Map rows of tensors whose bytes are all shared with an earlier tensor to the first such row: weights
+    that were tied when they were saved."""
     if not columns.shared or not len(columns.file):
         return {}
     _, number, count = np.unique(
         np.stack([columns.file, columns.position], axis=1), axis=0, return_inverse=True, return_counts=True
     )
-    # Only tensors with a chunk that is named twice are looked at one by one.
+    # Only tensors with a chunk at a shared position are compared one by one.
     tensor = columns.tensor_of_chunk()
     rows = np.unique(tensor[count[number.reshape(-1)] > 1])
     first: dict[tuple[object, ...], int] = {}
@@ -305,7 +305,7 @@ def tied_rows(columns: Columns) -> dict[int, int]:
 
 
 def ascending(before: Array, ends: Array, rows: int) -> bool:
-    """Return whether [before, ends) are ranges of `rows` rows that do not share any; without overflow."""
+    """Return whether [before, ends) are disjoint ranges within `rows` rows; without integer overflow."""
     inside = (before >= 0) & (before <= ends) & (ends <= rows)
     return bool(inside.all()) and int((ends - before).sum()) <= rows
 

@@ -81,7 +81,7 @@ def read_header(read: Read, size: int, where: str, limit: int = DATA_HEADER_BYTE
 
 
 def raw_header(read: Read, size: int, where: str, limit: int = DATA_HEADER_BYTES) -> bytes:
-    """Read a header's length and JSON, without a look at what it says."""
+    """Read a header's length and JSON, without parsing it."""
     prefix = read(0, 8)
     if len(prefix) < 8:
         raise CorruptCheckpoint(
@@ -104,7 +104,7 @@ def raw_header(read: Read, size: int, where: str, limit: int = DATA_HEADER_BYTES
 
 
 def parse_header(raw: bytes, size: int, where: str) -> Header:
-    """Parse and check what `raw_header` has returned. size: of the file."""
+    """Parse and check the result of `raw_header`. size: of the file."""
     with bounded_memory(f"The header of {where}"):
         entries, metadata = _parsed(raw[8:], where)
     # Gaps and overlaps between entries are not checked: the index locates the chunks of a data file, not
@@ -130,7 +130,7 @@ def _parsed(text: bytes, where: str) -> tuple[dict[str, HeaderEntry], dict[str, 
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
         metadata = msgspec.convert(values.pop("__metadata__", {}), ready(dict[str, str]))
-        # json takes lone surrogates, which are in no text that can be written.
+        # json accepts lone surrogates, but such text can't be encoded.
         "".join((*values, *metadata, *metadata.values())).encode()
         return msgspec.convert(values, ready(dict[str, HeaderEntry])), metadata
     # RecursionError: json recurses into nested brackets. The message is cut, because it may quote a name,
@@ -142,9 +142,9 @@ def _parsed(text: bytes, where: str) -> tuple[dict[str, HeaderEntry], dict[str, 
 
 
 def _quickly_parsed(text: bytes) -> tuple[dict[str, HeaderEntry], dict[str, str]] | None:
-    """Parse a header as writers write it; None if it may have a name twice, which msgspec does not notice.
+    """Parse a header fast; None if a name may occur twice, which msgspec does not detect.
 
-    The slow way takes 15 times as long, and three times the memory.
+    The slow parser takes 15 times as long, and three times the memory.
     """
     raw = bytes(msgspec.json.decode(text, type=ready(_HeaderMetadata)).raw)
     first = b'{"__metadata__":' + raw

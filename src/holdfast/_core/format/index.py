@@ -1,4 +1,4 @@
-"""The index: what a checkpoint holds and where, as columns in one sealed safetensors file.
+"""The index: the tensors of a checkpoint and their locations, as columns in one sealed safetensors file.
 
 One row per tensor, sorted by name; one row per chunk, grouped by tensor; one digest per block. Columns, not
 records: a million chunks open in milliseconds, because opening reads only the header, and a query only the
@@ -54,10 +54,10 @@ from holdfast._core.format.names import FORMAT, NARROW, SHARED, is_data_file, is
 from holdfast.errors import CorruptCheckpoint
 
 SMALL = 16 * PAGE
-"""Bytes of an index that is read whole: a query would read most of its pages one by one."""
+"""An index up to this size in bytes is always read whole: a query would read most of its pages anyway."""
 LARGE = 16 << 20
-"""Bytes of an index up to which it is read whole if all of it is used. A larger one is read in parts, so that
-its header is checked first."""
+"""An index up to this size in bytes is read whole if all of it will be used. A larger one is read in parts,
+so that its header is checked first."""
 _OF_TENSOR = ("name_end", *(name for name in PLAIN if SPECS[name].rows == "T"))
 _OF_CHUNK = tuple(name for name in PLAIN if SPECS[name].rows == "C")
 _OF_FILE = ("file_names", "file_end", "file_size", "file_rank")
@@ -188,7 +188,7 @@ class Index:
         return values.astype(STORED[name].dtype, copy=False)
 
     def _span(self, name: str, rows: Array, before: bool = False) -> Spans:
-        """Return where rows (ascending) of a column are; before: and the row before each of them."""
+        """Return the byte ranges of rows (ascending) of a column. before: include the row before each."""
         low, step = self._header.entries[name].data_offsets[0], self._width(name)
         if len(rows) == 0:
             return rows, rows
@@ -200,7 +200,7 @@ class Index:
         return low + np.maximum(rows - before, 0) * step, low + (rows + count) * step
 
     def _prefetch(self, names: Iterable[str], rows: Array | None) -> None:
-        """Read rows (ascending), or all, of several columns together: those side by side need one read."""
+        """Read rows (ascending), or all, of several columns together: adjacent ones need a single read."""
         if rows is None:
             offsets = np.asarray([self._header.entries[name].data_offsets for name in names])
             self._pages.require([(offsets[:, 0], offsets[:, 1])])
@@ -208,7 +208,7 @@ class Index:
         self._pages.require([self._span(name, rows, before=name.endswith("_end")) for name in names])
 
     def _ends(self, name: str, rows: Array | None) -> tuple[Array, Array]:
-        """Return where the range of each row, or of all, starts and stops, by the column of their ends."""
+        """Return the start and stop of the range of each row (None: of all rows), from the column of ends."""
         if rows is None:
             stop = self.column(name)
             return np.concatenate([[0], stop[:-1]])[: len(stop)], stop
@@ -222,7 +222,8 @@ class Index:
     # -- names ----------------------------------------------------------------------------
 
     def _strings(self, heap: str, ends: str, rows: Array | None = None) -> list[str]:
-        """Return the texts of some rows (ascending), or of all, of a heap. ends: the column of their ends."""
+        """Return the strings of some rows (ascending), or of all, in a heap. ends: the column of their
+        ends."""
         starts, stops = self._ends(ends, rows)
         if not ascending(starts, stops, self._rows[heap]):
             raise CorruptCheckpoint(f"Column {heap!r} of {self.where} has ends that do not ascend.")
@@ -234,7 +235,7 @@ class Index:
             if len(starts) and (starts[1:] == stops[:-1]).all():
                 first = int(starts[0])
                 text = str(content[first : int(stops[-1])], "utf-8")
-                if len(text) == stops[-1] - first:  # a character a byte: one text is cut, none is decoded
+                if len(text) == stops[-1] - first:  # ASCII only: slice one string instead of decoding each
                     return [text[a - first : b - first] for a, b in listed]
             return [str(content[a:b], "utf-8") for a, b in listed]
         except UnicodeDecodeError:
@@ -296,8 +297,7 @@ class Index:
         return names
 
     def _own_files(self) -> list[str]:
-        """Return the data files; refuse one that another attempt wrote: it holds the values of another
-        save."""
+        """Return the data files; refuse a file of another attempt, which has the values of another save."""
         names, attempt = self.file_names(), self.about.get("attempt")
         for name in names:
             if is_of_other_attempt(name, attempt):
@@ -312,9 +312,8 @@ class Index:
     # -- rows -----------------------------------------------------------------------------
 
     def _children(self, what: str, ends: str, rows: Array | None, total: int) -> tuple[Array, Array | None]:
-        """Return how many chunks each tensor of `rows` has, and the rows of all these chunks (None: of all
-        there are); or the same of the digests of chunks. `ends`: the column that gives the end of each row's
-        range."""
+        """Return the number of chunks of each tensor in `rows`, and the rows of these chunks (None: all); or
+        the same for the digests of chunks. `ends`: the column with the end of each row's range."""
         start, stop = self._ends(ends, rows)
         if not ascending(start, stop, total):
             raise CorruptCheckpoint(f"{self.where} counts {what}s that do not ascend.")
@@ -324,7 +323,7 @@ class Index:
     @in_bounded_memory
     def select(self, rows: Array | None = None) -> Columns:
         """Return the columns of some tensor rows (ascending), or of all, with their chunks, renumbered."""
-        # Rows of several columns are read together: those that lie side by side, in one read.
+        # Rows of several columns are read together: adjacent ones in a single read.
         if rows is None or len(rows) == self.tensors:
             rows = None
             self._prefetch(_ALWAYS, None)
@@ -353,7 +352,7 @@ class Index:
         return columns
 
     def tied(self) -> dict[int, int]:
-        """Return the rows of tensors that have all their bytes in common with another one, and its row."""
+        """Map rows of tensors that share all their bytes with another tensor to that tensor's row."""
         return tied_rows(self.select()) if self._shared else {}
 
     @in_bounded_memory

@@ -1,4 +1,4 @@
-"""How an index file is laid out, and its bytes made. docs/format.md specifies the layout."""
+"""Lay out and encode an index file. docs/format.md specifies the layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUMPY = {tag: np.dtype(code) for code, tag in TAGS.items()}
 def _heap(names: Sequence[str]) -> tuple[Array, Array]:
     text = "".join(names)
     coded = text.encode()
-    # Of most checkpoints, a character is a byte; then no name is encoded by itself.
+    # In most checkpoints the names are ASCII; then no name is encoded separately.
     lengths = map(len, names if len(coded) == len(text) else map(str.encode, names))
     return np.frombuffer(coded, "u1"), np.fromiter(accumulate(lengths), "<i8", len(names))
 
@@ -50,7 +50,7 @@ STORED = SPECS | {
 
 
 def _narrowed(values: Array) -> Array:
-    """Return whole numbers in the narrowest type that holds them; as they are if some are negative."""
+    """Return integers in the narrowest unsigned type that holds them; unchanged if some are negative."""
     if values.dtype.kind != "i" or not values.size:
         return values
     largest = int(values.view(f"<u{values.itemsize}").max())  # of a negative number above all others
@@ -58,13 +58,13 @@ def _narrowed(values: Array) -> Array:
 
 
 class LaidOut(NamedTuple):
-    """An index file whose columns may still be filled in: their place is fixed, their numbers are not."""
+    """An index file whose columns can still be filled in: their positions are fixed, their values are not."""
 
     header: bytes
     parts: list[Buffer]
-    """The columns in their order, which are its body."""
+    """The columns in order; together they are the body."""
     body: int
-    """Bytes of the body."""
+    """Size of the body in bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -89,8 +89,8 @@ def encode(columns: Columns, metadata: dict[str, object], narrow: bool = False) 
 def lay_out(columns: Columns, metadata: dict[str, object], narrow: bool = False) -> LaidOut:
     """Lay out an index file; `metadata` is JSON (step, grid, time, versions, notes).
 
-    narrow: whole numbers take as few bytes as they need, so the place of a column depends on them. Without
-    it the parts are the columns themselves, as far as those are contiguous.
+    narrow: integers take as few bytes as they need, so the positions of columns depend on the values. Without
+    it the parts are the columns themselves, if they are contiguous.
     """
     about = json.dumps(metadata)
     # `about` is stored as a JSON text inside of a JSON header: it is measured as it will be there, with its

@@ -16,11 +16,11 @@ from holdfast.errors import CorruptCheckpoint
 
 PAGE = 16 << 10
 Spans = tuple[Array, Array]
-"""Ranges of bytes of the body: where each starts, and where each stops."""
+"""Byte ranges of the body: starts and stops."""
 
 
 def _empty(length: int) -> Array:
-    """Return an array of bytes to which the system gives memory only where it is written to."""
+    """Return an array of bytes whose memory the system allocates only when it is written."""
     if length < 1 << 20:
         return np.empty(length, "u1")
     try:
@@ -28,13 +28,13 @@ def _empty(length: int) -> Array:
     except OSError:
         raise MemoryError from None
     with suppress(OSError):  # this kernel has no huge pages
-        # With huge pages, which NumPy asks for, one page of ours would take 2 MiB.
+        # With huge pages, which NumPy requests, each index page would take 2 MiB.
         room.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(room, "u1")
 
 
 class Pages:
-    """The pages of an index's body. Memory is used for those that were read.
+    """The pages of an index's body. Only pages that were read take memory.
 
     read: returns bytes of the index file. start, length: of the body in it. digests: one for each page.
     """
@@ -45,7 +45,7 @@ class Pages:
         with bounded_memory(where):
             self._bytes = _empty(length)
         self.content = self._bytes.view()
-        """All of the body, read-only; only bytes that were required have a meaning."""
+        """The whole body, read-only; only bytes that were passed to `require` are valid."""
         self.content.flags.writeable = False
         self._there = np.zeros(len(self._digests), bool)
         self._has_all = not self._digests
@@ -58,7 +58,7 @@ class Pages:
         return self.content[start:stop]
 
     def require(self, spans: Iterable[Spans]) -> None:
-        """Read and verify the pages that contain these bytes and are not there yet, in as few reads as
+        """Read and verify the pages that contain these bytes, unless already read, in as few reads as
         possible."""
         if self._has_all:
             return
@@ -69,7 +69,7 @@ class Pages:
             change += np.bincount(starts[some] // PAGE, minlength=count + 1)
             change -= np.bincount(-(-stops[some] // PAGE), minlength=count + 1)
         missing = (change[:count].cumsum() > 0) & ~self._there
-        # One page that nobody wants costs less than a second read.
+        # One unneeded page costs less than a second read.
         missing[1:-1] |= missing[:-2] & missing[2:] & ~self._there[1:-1]
         pages = missing.nonzero()[0]
         if len(pages):
@@ -96,9 +96,9 @@ class Pages:
 
 
 def open_pages(read: Read, header: Header, size: int, where: str) -> tuple[Pages, bytes]:
-    """Check the seal of an index of `size` bytes; return its pages, of which none was read, and the seal."""
-    # The last 16 bytes are the seal: a digest of the header, and one of the page digests, which lie before
-    # it. How many these are at most follows from the size, so all is read at once.
+    """Check the seal of an index of `size` bytes; return its pages (none is read yet) and the seal."""
+    # The last 16 bytes are the seal: a digest of the header, and one of the page digests, which precede it.
+    # The size bounds the number of page digests, so all is read at once.
     most = min(-(-size // PAGE) * 8 + 16, size)
     ending = read(size - most, most)
     seal = np.frombuffer(ending[-16:] if len(ending) == most >= 16 else b"", "<u8")

@@ -1,4 +1,4 @@
-"""Limits of what is read whole into memory. A larger file is refused before it costs memory or time.
+"""Size limits of files and objects that are read whole. Larger ones are refused before they cost memory.
 
 They are far above the sizes in real checkpoints, and writers obey them, too.
 """

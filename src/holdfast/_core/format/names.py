@@ -13,9 +13,9 @@ from typing import NamedTuple
 FORMAT = "holdfast-1"
 """The format version, in an index and in the header of each data file."""
 NARROW = "holdfast-1.1"
-"""The version of a checkpoint's index whose columns of whole numbers take as few bytes as they need."""
+"""The version of a checkpoint's index whose integer columns use the narrowest sufficient type."""
 SHARED = "holdfast-1.2"
-"""The version of an index in which chunks of several tensors are on the same bytes (tied weights)."""
+"""The version of an index in which chunks of several tensors share the same bytes (tied weights)."""
 
 # -- files of a checkpoint ------------------------------------------------------------------------
 
@@ -24,8 +24,8 @@ INDEX = "index.safetensors"
 DATA = "data"
 """The folder of the data files, inside the checkpoint's folder."""
 SLICE = "slice.holdfast"
-"""The index of what `holdfast fetch` copied of a checkpoint or a published model. Its suffix is not one of
-weights, so no other tool takes the folder for a complete model."""
+"""The index of a slice: the part of a checkpoint or a published model that `holdfast fetch` copied. It does
+not have a suffix of weight files, so that no other tool takes the folder for a complete model."""
 OWNER = ".holdfast-owner.json"
 """In a run folder: the job that saves there."""
 LEFT = ".holdfast-left.json"
@@ -35,8 +35,9 @@ EMBEDDED = "__holdfast__"
 # `\Z`, because `$` would also match before a newline at the end. Each part begins with a letter, a digit, `_`
 # or `-`, and the first with a letter or digit: so no name is hidden, and none contains `..`.
 _DATA_FILE = re.compile(DATA + r"/[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*\.safetensors\Z")
-# What `data_file` and `linked_file` return for the attempts of saves and imports. Ranks of 100,000 and more
-# have more than five digits. What `fetch` copies has other names: no index names it, and it is not left over.
+# File names from `data_file` and `linked_file` for the attempts of saves and imports. Ranks of 100,000 and
+# more have more than five digits. Files of `fetch` have other names: no index lists them, but they are no
+# leftovers.
 _OWN_FILE = re.compile(
     r"((import-[0-9a-f]{16}-)?[0-9a-f]{12}-r[0-9]{5,}-)*"
     r"(import-[0-9a-f]{16}-)?[0-9a-f]{12}-r[0-9]{5,}(-[0-9]{3,})?\.safetensors\Z"
@@ -51,10 +52,10 @@ class WrittenFile(NamedTuple):
     name: str
     size: int
     index_start: int
-    """Where the embedded index begins, in bytes; `index_size` bytes long."""
+    """Position of the embedded index in the file; it has `index_size` bytes."""
     index_size: int
     links: tuple[str, ...] = ()
-    """The links to files of earlier steps that this file's index names as well."""
+    """Names of links to files of earlier steps, which this file's index also lists."""
 
 
 def data_file(attempt: str, rank: int, part: int) -> str:
@@ -65,14 +66,14 @@ def data_file(attempt: str, rank: int, part: int) -> str:
 
 
 def linked_file(attempt: str, rank: int, origin: str) -> str:
-    """Return the path of a link to a data file of an earlier step. It begins as that of a file of the rank's
-    own, so that it is swept with these. origin: the name (without folder) that the file was written under."""
+    """Return the path of a link to a data file of an earlier step. It has the prefix of the rank's own files,
+    so that it is swept with them. origin: the name (without folder) under which the file was written."""
     return f"{DATA}/{attempt}-r{rank:05d}-{origin}"
 
 
 def is_of_other_attempt(path: str, attempt: object) -> bool:
-    """Return whether a data file was, by its name, not written by the attempt of this name. A name that no
-    save gives says nothing, nor does an attempt that is unknown."""
+    """Return whether the name of a data file shows that another attempt wrote it. False if the name is not
+    that of a save's file, or if the attempt is unknown."""
     if not isinstance(attempt, str) or not is_named_by_save(name := path.removeprefix(f"{DATA}/")):
         return False
     return not is_fetched(name) and not name.startswith(f"{attempt}-r")
@@ -89,8 +90,8 @@ def is_data_file(path: str) -> bool:
 
 
 def name_of_fetch(fetch: str, number: int) -> str:
-    """Return what replaces the attempt in the names of a slice's data files. `fetch` identifies the
-    content."""
+    """Return the name that takes the place of the attempt in the names of a slice's data files. `fetch`
+    identifies the content."""
     return f"{_FETCHED}{fetch}-{number:05d}"
 
 
@@ -100,7 +101,7 @@ def is_fetched(name: str, fetch: str = "") -> bool:
 
 
 def is_named_by_save(name: str) -> bool:
-    """Return whether a save or an import gives this file name (without folder), and nobody else does."""
+    """Return whether a file name (without folder) is specific to saves and imports of Holdfast."""
     return _OWN_FILE.match(name) is not None
 
 
@@ -121,7 +122,7 @@ def rank_in_name(name: str) -> int | None:
 
 
 def without_rank(name: str) -> str | None:
-    """Return the name that such a value has on all ranks; None if it is shared."""
+    """Return the name of a per-rank value without its rank; None if the value is shared."""
     match = _RANK.search(name)
     return None if match is None else name[: match.start()] + name[match.end(1) :]
 
@@ -132,7 +133,7 @@ def name_of_chunk(name: str, offset: Sequence[object]) -> str:
 
 
 def without_offset(entry: str) -> str:
-    """Return the tensor's name in the entry name of a part."""
+    """Return the name of the tensor, given the entry name of a part."""
     return entry.partition("@")[0]
 
 
@@ -156,7 +157,7 @@ MARKER = "THIS_IS_A_HOLDFAST_CHECKPOINT__LOAD_IT_WITH_holdfast.dcp.load"
 """The file that the `.metadata` of a Holdfast checkpoint refers to, for tools that look for one
 (`holdfast._frameworks.dcp_metadata` writes it); no such file exists."""
 MARKER_HEAD = 4096
-"""The file name lies in this many first bytes of a `.metadata`."""
+"""The file name is within this many bytes from the start of a `.metadata`."""
 COMMON_FILE = "common.pt"
 """megatron-core's file of the unsharded state."""
 INTEGRITY = "integrity.json"

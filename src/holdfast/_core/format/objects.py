@@ -1,7 +1,7 @@
 """Encode Python values as bytes and decode them; decoding executes no code.
 
-Plain values (None, bool, numbers, text, bytes, lists, tuples, dicts, sets, values of Python's own classes,
-records of a user's) become JSON, with tags for types that JSON lacks. Any program can read it without torch,
+Plain values (None, bool, numbers, text, bytes, lists, tuples, dicts, sets, values of some standard-library
+classes, records of user classes) become JSON, with tags for types that JSON lacks. Any program can read it,
 and equal values have equal bytes on every rank. All other values use torch's weights-only format, whose
 reader calls only types on an allow-list.
 """
@@ -74,7 +74,7 @@ FindClass = Callable[[str], type]
 
 
 class _Reader:
-    """Makes values of JSON. find: returns the class of a record by its name; without it, makes a Record."""
+    """Decodes values from JSON. find: returns the class of a record by name; None: create a `Record`."""
 
     def __init__(self, find: FindClass | None = None) -> None:
         self._find = find
@@ -94,14 +94,14 @@ class _Reader:
             return record if self._find is None else put_together(record, self._find(record.path))
         if tag in MAKE:
             parts = [*map(self.read, content)]
-            if tag == "BytesIO" and self._find is None:  # one is equal only to itself
+            if tag == "BytesIO" and self._find is None:  # a BytesIO is equal only to itself
                 return Record("buffer", "io.BytesIO", tuple(zip(("content", "position"), parts, strict=True)))
             return MAKE[tag](*parts)
         return _BUILD[tag](self, content)
 
     def keys(self, values: list[Json]) -> list[object]:
-        """Return the members of a set or keys of a dict. ValueError if too many have one hash: forged
-        numbers can, and then each is compared with all others."""
+        """Return the members of a set or keys of a dict. ValueError if too many have equal hashes: forged
+        numbers can collide, and would then take quadratic time."""
         keys = [self.read(value) for value in values]
         if len(keys) > _ONE_HASH and max(collections.Counter(map(hash, keys)).values()) > _ONE_HASH:
             raise ValueError(f"more than {_ONE_HASH} keys have one hash")
@@ -121,7 +121,7 @@ class _Reader:
 
 def _namespace(attributes: dict[str, object]) -> argparse.Namespace:
     made = argparse.Namespace()
-    vars(made).update(**attributes)  # one may be named `self`
+    vars(made).update(**attributes)  # not by the constructor: an attribute may be named `self`
     return made
 
 
@@ -139,7 +139,7 @@ _BUILD: dict[str, Callable[[_Reader, Json], object]] = {
     "complex": lambda reader, v: complex(reader.number(v[0]), reader.number(v[1])),
 }
 _UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError)
-"""What decoding invalid JSON values raises; ArithmeticError: a number is too large for a float."""
+"""Errors of decoding invalid JSON values; ArithmeticError: a number is too large for a float."""
 
 
 def encode(value: object, name: str) -> bytes:
@@ -164,7 +164,7 @@ def encode(value: object, name: str) -> bytes:
 def decode(data: bytes, name: str, like: object = None) -> object:
     """Return the value. LoadFailed if its type is not on the allow-list, CorruptCheckpoint if it is damaged.
 
-    like: the value in whose place it comes; the classes in it are allowed, too.
+    like: the present value, which it will replace; the classes in it are allowed, too.
     """
     if data[:1] == PLAIN:
         try:
@@ -188,8 +188,8 @@ def decode(data: bytes, name: str, like: object = None) -> object:
 
 
 def _finder(name: str, like: object) -> FindClass:
-    """Return a function that finds a class that this process allows. It raises LoadFailed."""
-    there = cache(lambda: classes_in(like))  # looked for once, and only if there is a record
+    """Return a function that finds an allowed class by name, and otherwise raises LoadFailed."""
+    there = cache(lambda: classes_in(like))  # computed once, and only if there is a record
 
     def find(path: str) -> type:
         if (kind := there().get(path)) is not None:
@@ -209,7 +209,7 @@ def _finder(name: str, like: object) -> FindClass:
 
 
 def without_classes(data: bytes) -> object:
-    """Return a plain value, with a `Record` for each value of a user's class: to be compared or shown."""
+    """Decode a plain value, with a `Record` for each value of a user class, for comparison or display."""
     return _Reader().read(json.loads(data[1:]))
 
 

@@ -24,9 +24,9 @@ from collections.abc import Callable
 MARKS = 1000
 """Limit of nested marks: far more than `.metadata` or a state dict has."""
 BYTES_PER_CONTAINER = 4
-"""Bytes of input that every container needs. What torch writes has more, including the content."""
+"""Minimum bytes of input per container. Pickles of torch have more, including the content."""
 SOME_CONTAINERS = 1000
-"""Containers that any input may have."""
+"""Number of containers that any input may have, regardless of its length."""
 SMALL = 1 << 60
 """Integers below this hash to themselves."""
 NAME = 1000
@@ -93,7 +93,7 @@ class PickleReader:
     # -- for subclasses to override -------------------------------------------------------------
 
     def resolve(self, module: str, name: str) -> object:
-        """Return what a name stands for: a Global, or a plain value."""
+        """Return the object for a name: a Global, or a plain value."""
         raise BadPickle(f"it names {module}.{name}, which is not part of the format")
 
     def call(self, kind: object, args: object) -> object:
@@ -120,8 +120,8 @@ class PickleReader:
             target[key] = next(rest)
 
     def check_key(self, target: object, key: object) -> None:
-        """Raise BadPickle for keys that could be chosen to have one hash: dict operations would take
-        quadratic time. Text is safe, because the process hashes it with a secret."""
+        """Raise BadPickle for keys that could be chosen to have equal hashes: dict operations would take
+        quadratic time. Text is safe, because its hash is salted per process."""
         small = type(key) is int and -SMALL < key < SMALL
         if not small and key is not None and type(key) not in (Record, bool):
             raise BadPickle(f"a key in it is a {type(key).__name__}, or a large number")
@@ -143,7 +143,7 @@ class PickleReader:
             while True:
                 for _ in _OPERATIONS:
                     position = table[data[position]](position + 1)
-                self._check_room()  # not for each container: a few thousand too many do no harm
+                self._check_room()  # not per container: exceeding the limit by a few thousand is harmless
         except _Stop:
             self._check_room()
             return self._result

@@ -1,8 +1,8 @@
-"""Values of a user's own classes that are only data: enumerations, dataclasses and named tuples.
+"""Records: values of user classes that are only data (enumerations, dataclasses and named tuples).
 
-They are stored as their parts, with the name of their class. Loading executes nothing of the class: no
-`__init__`, no `__setattr__`, no import. The class is that of the value in whose place it comes, or one that
-the process allows by `torch.serialization.add_safe_globals`; a checkpoint chooses none.
+They are stored as their parts, with the name of their class. Loading executes no code of the class: no
+`__init__`, no `__setattr__`, no import. The class must occur in the present value that is replaced, or be
+allowed in the process by `torch.serialization.add_safe_globals`; a checkpoint can't choose others.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _PICKLING: dict[str, tuple[object, ...]] = {
     "__reduce__": (object.__reduce__,),
     "__reduce_ex__": (object.__reduce_ex__,),
 }
-"""Methods by which a class may say how it is stored, and what they are in one that does not."""
+"""Methods by which a class customizes pickling, with their values in a class that does not."""
 
 
 class Record(NamedTuple):
-    """A value of such a class, without the class: to be compared and shown."""
+    """The parts of a record, without its class, for comparison and display."""
 
     kind: str
     """enum, dataclass or namedtuple."""
@@ -39,7 +39,7 @@ class Record(NamedTuple):
 
 
 class OtherFields(Exception):
-    """A class does not have the parts that a value was stored with. The message says which."""
+    """The fields of a class differ from the stored parts. The message lists them."""
 
 
 def path_of(kind: type) -> str:
@@ -47,13 +47,13 @@ def path_of(kind: type) -> str:
 
 
 def is_record(value: object) -> bool:
-    """Return whether a value is a dataclass or a named tuple whose fields are all of it."""
+    """Return whether a value is a dataclass or a named tuple without any state besides its fields."""
     kind = type(value)
     if isinstance(value, tuple):
         return kind.__bases__ == (tuple,) and hasattr(kind, "_fields") and len(value) == len(kind._fields)
     if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
         return False
-    # One that says itself how it is stored knows better.
+    # A class that customizes its pickling is not a record.
     if any(getattr(kind, name, None) not in plain for name, plain in _PICKLING.items()):
         return False
     return getattr(value, "__dict__", {}).keys() <= {field.name for field in dataclasses.fields(kind)}
@@ -80,7 +80,7 @@ def taken_apart(value: object) -> Record | None:
 
 
 def put_together(record: Record, kind: type[Any]) -> object:
-    """Make a value of a class from its parts. Raises OtherFields if the class has others."""
+    """Create a value of a class from its parts. Raises OtherFields if the class has other fields."""
     names = [name for name, _ in record.parts]
     if record.kind == "enum" and issubclass(kind, enum.Enum):
         if names[0] not in kind.__members__:

@@ -28,7 +28,7 @@ class Origin(msgspec.Struct, frozen=True):
     kind: str
     source: str
     ranks: str
-    """As `layout.ranks.ranks_text` formats them."""
+    """In the format of `layout.ranks.ranks_text`."""
     grid: str
     fetch: str
     """A digest of what was fetched, so that the same command resumes with the same files."""

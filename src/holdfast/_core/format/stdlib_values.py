@@ -1,4 +1,4 @@
-"""Values of Python's own classes that a state may contain, as their constructor's arguments."""
+"""Values of standard-library classes that a state may contain, as arguments of their constructors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _buffer(content: bytes, position: int) -> io.BytesIO:
 
 
 def _fraction(numerator: int, denominator: int) -> fractions.Fraction:
-    # Of text with an exponent it would make a number as long as that says.
+    # Text is refused: with a large exponent it would create a huge number.
     if type(numerator) is not int or type(denominator) is not int:
         raise TypeError("a part of a fraction is no whole number")
     return fractions.Fraction(numerator, denominator)
@@ -51,15 +51,15 @@ PARTS: dict[type, Callable[[Any], Parts]] = {
     **dict.fromkeys((pathlib.PosixPath, pathlib.WindowsPath), lambda v: (str(v),)),
     **dict.fromkeys((pathlib.PurePosixPath, pathlib.PureWindowsPath), lambda v: (str(v),)),
 }
-"""By class: what its values are made of."""
+"""Map of classes to functions that return the parts of a value."""
 MAKE: dict[str, Callable[..., object]] = {
     **{kind.__name__: kind for kind in PARTS},
     "BytesIO": _buffer,
     "Fraction": _fraction,
     "datetime": _datetime,
     "time": _time,
-    # A path of another system is one here.
+    # A path of another operating system becomes a path of this one.
     "PosixPath": pathlib.Path,
     "WindowsPath": pathlib.Path,
 }
-"""By the class's name: makes a value of these parts."""
+"""Map of class names to functions that create a value from its parts."""

@@ -61,7 +61,7 @@ class ChunkLocation(NamedTuple):
     nbytes: int
     crc: int
     whole: bool
-    """The chunk is the whole member, so `crc` covers exactly its bytes."""
+    """Whether the chunk is the whole member, so that `crc` covers exactly its bytes."""
 
 
 class _Storage(NamedTuple):
@@ -143,7 +143,7 @@ def _plan(data: bytes) -> PickledTensor:
 
 
 class OtherOrder(BadArchive):
-    """Its elements are whole, but in an order that is not read: no damage."""
+    """The elements are complete, but in an order that is not supported; this is not damage."""
 
 
 def locate(read: Read, chunk: Chunk, dtype: str, itemsize: int, name: str, where: str) -> ChunkLocation:

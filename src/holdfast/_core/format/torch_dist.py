@@ -112,8 +112,8 @@ def _state(record: object) -> dict[str, object]:
 
 
 def _stored(storage_data: object) -> dict[str, dict[bytes | None, object]]:
-    """Return where each chunk is stored, by name and offset. Offsets are bytes, because numbers can be chosen
-    so that their hashes collide."""
+    """Return the storage information of each chunk, by name and offset. Offsets are encoded as bytes, because
+    numbers can be chosen so that their hashes collide."""
     if type(storage_data) is not dict:
         raise BadPickle("it does not say where anything is stored")
     stored: dict[str, dict[bytes | None, object]] = {}
@@ -218,7 +218,7 @@ def to_columns(entries: list[MetadataEntry], locations: list[list[ChunkLocation]
 
 
 def only_one(values: object, name: str) -> object:
-    """Take a ShardedObject out of the list of one in which megatron-core stores it."""
+    """Return the ShardedObject in the one-element list in which megatron-core stores it."""
     if not isinstance(values, list) or len(values) != 1:
         raise CorruptCheckpoint(f"{name!r} is not a list of one, as megatron-core stores what is sharded.")
     return values[0]

@@ -1,12 +1,12 @@
 """Encode values that JSON can't represent in torch's weights-only format.
 
 torch.save writes them. Our own machine (`pickle_reader`) reads them, with a table of the names that a pickle
-may use, and of what makes the value of a call. It builds tensors, the types listed here, and those that the
-process allows by `torch.serialization.add_safe_globals`; it refuses everything else. The writer reads its
+may use and the functions that create their values. It builds tensors, the types listed here, and those that
+the process allows by `torch.serialization.add_safe_globals`; it refuses everything else. The writer reads its
 own output back, so that a value that can't be loaded is refused when it is saved.
 
 A call copies its arguments, and a key is hashed. So their parts are counted, shared parts each time they
-occur: there may be at most WORTH for each byte of the pickle.
+occur, and limited to WORTH parts per byte of the pickle.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from holdfast.errors import BadInput, CorruptCheckpoint, LoadFailed
 WORTH = 8
 """Parts that a pickle may use per byte of its length; a shared part counts each time."""
 SOME = 4_000_000
-"""Parts that any pickle may use; counting them takes a second."""
+"""Number of parts that any pickle may use, regardless of its length; counting them takes a second."""
 DEPTH = 1000
 """Nesting of containers that are hashed or copied: Python's own recursion limit."""
 Callee = Callable[..., object]
@@ -47,12 +47,12 @@ Allowed = Callee | tuple[Callee, str]
 _REBUILT = rebuilders()
 _OF_TYPE = "torch._tensor._rebuild_from_type_v2"
 _also: list[Allowed] = []
-"""What the blocks of `allowing` allow, once for each block."""
+"""Types allowed by active `allowing` blocks, once for each block."""
 
 
 @contextmanager
 def allowing(kinds: Iterable[Allowed]) -> Iterator[None]:
-    """Let objects contain these types, too, until the block ends; in all threads, as a load has several."""
+    """Also allow these types in objects until the block ends; in all threads, because a load has several."""
     mine = list(kinds)
     _also.extend(mine)
     try:
@@ -63,15 +63,15 @@ def allowing(kinds: Iterable[Allowed]) -> Iterator[None]:
 
 
 def allowed() -> dict[str, Any]:
-    """Return the classes and functions that this process lets a pickle call, by their names in pickles."""
+    """Return the classes and functions that pickles may call in this process, by their names in pickles."""
     kinds = (*torch.serialization.get_safe_globals(), *_also)
     pairs = (kind if isinstance(kind, tuple) else (kind, _path(kind)) for kind in kinds)
     return {path: kind for kind, path in pairs}
 
 
 def allowed_class(path: str) -> type | None:
-    """Return a class that this process allows, by its name; also an enumeration of which it allows only that
-    a member is looked up (`partial(look_up, kind)`)."""
+    """Return an allowed class by name; also an enumeration for which only the lookup of members is allowed
+    (`partial(look_up, kind)`)."""
     kind = allowed().get(path)
     if isinstance(kind, partial) and kind.args:
         kind = kind.args[0]
@@ -98,7 +98,7 @@ class _Objects(PickleReader):
     """Builds the value of an archive of torch.save."""
 
     def __init__(self, data: bytes) -> None:
-        # Members are read as bytearrays, because a storage can take one over.
+        # Members are read as bytearrays, because a storage can use one without a copy.
         view = memoryview(data)
         read: Any = lambda start, length: bytearray(view[start : start + length])  # noqa: E731
         self._archive = Archive(read, 0, len(data))
@@ -114,7 +114,7 @@ class _Objects(PickleReader):
             _OF_TYPE: (_REBUILT[_OF_TYPE], self._of_type),
         }
         self._makers: dict[int, tuple[str, Callee]] = {}
-        """By `id` of what a name in the pickle stands for: the name, and what makes the value of a call."""
+        """By `id` of a resolved name: the name, and the function that creates the value of a call."""
         self._refused: set[str] = set()
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._hashes: dict[int, tuple[object, Counter[int]]] = {}
@@ -144,7 +144,7 @@ class _Objects(PickleReader):
         elif path in self._users and module not in _NEVER:
             kind = make = self._users[path]
         else:
-            self._refused.add(path)  # and read on, to tell all of them
+            self._refused.add(path)  # and read on, to report all of them
             return Global(module, name)
         self._makers[id(kind)] = path, make
         return kind
@@ -211,7 +211,7 @@ class _Objects(PickleReader):
             member = np.frombuffer(self._archive.load(f"data/{key}", OBJECT_BYTES), "u1")
             self._storages[key] = torch.from_numpy(member).untyped_storage()
         storage = self._storages[key]
-        # It can't grow, so torch refuses a tensor that reaches beyond it.
+        # The storage can't grow, so torch refuses a tensor that exceeds it.
         if not 0 <= count * dtype.itemsize <= storage.nbytes():
             raise BadPickle(f"its storage {key[:200]!r} has {storage.nbytes()} bytes, not {count} elements")
         return typed_storage(storage, dtype)
@@ -307,9 +307,9 @@ def _never(*args: object) -> None:
 
 
 _NEVER = ("sys", "os", "posix", "nt")
-"""Modules of which nothing is called, whoever allows it; as in torch."""
+"""Modules whose functions are never called, even if allowed; as in torch."""
 _CLASSES = (argparse.Namespace, OrderedDict)
-"""Classes of which pickles contain instances, besides those that the process allows."""
+"""Classes whose instances may be in pickles, besides those that the process allows."""
 _numpy: Any = import_module("numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core")
 _MADE: dict[Any, Any] = {
     **dict.fromkeys((np.ndarray, np.float64, np.float32, np.int64, np.int32, np.bool_), _never),
@@ -325,7 +325,7 @@ _MADE: dict[Any, Any] = {
     torch.Size: torch.Size,
     torch.device: torch.device,
 }
-"""What a pickle may name, and what makes the value of a call."""
+"""Classes and functions that a pickle may name, each with the function that creates the value of a call."""
 _OTHERWISE: dict[str, Callee] = {"torch._utils._rebuild_sparse_tensor": _sparse} | {
     path: partial(_on_cpu, _REBUILT[path])
     for path in (
@@ -334,7 +334,7 @@ _OTHERWISE: dict[str, Callee] = {"torch._utils._rebuild_sparse_tensor": _sparse}
         "torch._utils._rebuild_device_tensor_from_cpu_tensor",
     )
 }
-"""What makes the value of a call, where it is not the function of torch."""
+"""Replacements for functions of torch in calls."""
 _KNOWN = {_path(kind): (kind, make) for kind, make in _MADE.items()} | {
     path: (kind, _OTHERWISE.get(path, kind)) for path, kind in _REBUILT.items()
 }

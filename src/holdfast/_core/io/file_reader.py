@@ -38,7 +38,7 @@ class ReadPlan(NamedTuple):
     bytes_needed: int
 
     def without(self, rows: Collection[int], table: ShardTable) -> ReadPlan:
-        """Return the plan without what fills some rows of the shard table."""
+        """Return the plan without the reads for some rows of the shard table."""
         if not rows:
             return self
         kept = np.isin(self.pairs.wanted, [*rows], invert=True)
@@ -133,7 +133,7 @@ class _Job:
         self.lock = threading.Lock()
         files = columns.file[runs.chunk]
         done = 0
-        # Not by `np.unique`, which imports numpy.ma: a part of the start of `holdfast inspect` that shows.
+        # Not `np.unique`: it imports numpy.ma, which noticeably delays the start of `holdfast inspect`.
         for file in sorted(set(files.tolist())):
             low, high = np.searchsorted(files, [file, file + 1]).tolist()
             name = columns.file_names[file]
@@ -257,14 +257,14 @@ class _Job:
 def copy_rows(
     data: memoryview, start: int, row: int, rows: int, step: int, target: int, target_step: int
 ) -> None:
-    """Copy what `data`, a part of a chunk, holds of `rows` rows of `row` bytes to the address `target`.
+    """Copy `rows` rows of `row` bytes from `data`, a part of a chunk, to the address `target`.
 
-    start: of the first row, from the start of `data`. The first and the last row may be there only in part.
+    start: of the first row, relative to `data`. The first and the last row may be only partly in `data`.
     """
     number = max(-start // step, 0) if rows > 1 else 0
     while number < rows and (low := start + number * step) < len(data):
         count = min((len(data) - low - row) // step + 1, rows - number) if low >= 0 else 0
-        # No whole row: what there is of one.
+        # Not a whole row: copy the part of it that is in `data`.
         begin, size = (low, row) if count > 0 else (max(low, 0), min(low + row, len(data)) - max(low, 0))
         count = max(count, 1)
         if size > 0:

@@ -37,7 +37,7 @@ About = dict[str, Any]
 Witnessed = dict[tuple[int, bytes], tuple[int, int]]
 """(block, digest) of witnesses, by `witness_key`."""
 Indexes = dict[str, tuple[bytes, Columns]]
-"""The embedded index of each data file, by its name: as it was written, and what it says."""
+"""The embedded index of each data file, by file name: as encoded bytes and as columns."""
 
 
 def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
@@ -58,7 +58,7 @@ def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
 
 
 class WriteRequest(NamedTuple):
-    """What one rank must write."""
+    """The arguments of one rank's write."""
 
     store: Store
     table: ShardTable
@@ -68,11 +68,11 @@ class WriteRequest(NamedTuple):
     options: Options
     progress: ReportBytes
     witnessed: Witnessed = {}  # noqa: RUF012 (never changed)
-    """Digests already computed of shards that other ranks write."""
+    """Digests that are already computed, of shards that other ranks write."""
     only: int | None = None
-    """Write just the file of this number."""
+    """Number of the only file to write; None for all."""
     earlier: Earlier | None = None
-    """The save whose bytes are linked where they have not changed."""
+    """The earlier save; chunks that have not changed since are linked to its files."""
     indexes: Indexes | None = None
     """Receives the embedded index of each file."""
 
@@ -97,7 +97,7 @@ def write_files(request: WriteRequest) -> list[WrittenFile]:
             name = data_file(attempt, request.table.rank, part)
             writer = store.create(name)
             chunks = PlannedRows(*(column[start:stop] for column in plan.chunks))
-            # The first file's index names all links, so that each is named once.
+            # The first file's index lists all links, so that each is listed once.
             links = linked if part == 0 else all_changed(plan)
             files.append(_write_file(writer, request, chunks, links, name, (part, len(cuts))))
             writer.finish()
@@ -120,7 +120,7 @@ def discard(store: Store, names: list[str]) -> None:
         with suppress(Exception):
             store.delete(name)
     with suppress(Exception):
-        store.child(DATA).remove()  # not `delete`: somebody's file or link may have that name
+        store.child(DATA).remove()  # not `delete`: a foreign file or link may have that name
 
 
 def _write_file(
@@ -131,13 +131,13 @@ def _write_file(
     name: str,
     number: tuple[int, int],
 ) -> WrittenFile:
-    """Write one data file. linked: chunks of earlier files, which its index names as well. number: which of
-    how many.
+    """Write one data file. linked: chunks in linked files, which the embedded index also lists. number:
+    (number of this file, number of files).
 
-    `chunks`, `starts`, `digests` and `sums` are in the order of the file (widest elements first, see
-    `plan_save`), and those of `linked` follow; `named` also has those of tied rows, each on the bytes of the
-    chunk of this number in `source`. `columns` are in the order of an index (by name and offset), to which
-    `order` leads.
+    `chunks`, `starts`, `digests` and `sums` are in file order (widest elements first, see `plan_save`),
+    followed by the linked chunks. `named` additionally has the chunks of tied rows; `source` gives, for each
+    chunk of `named`, the number of the chunk whose bytes it shares. `columns` are in index order (by name and
+    offset); `order` is the permutation from file order.
     """
     table, plan, (part, parts) = request.table, request.plan, number
     about = request.about | {"rank": table.rank, "part": part, "parts": parts}
@@ -156,7 +156,7 @@ def _write_file(
     if request.options.fingerprint and not any(table.deferred):
         columns.fingerprint_first = np.zeros(len(order), "<u8")
         columns.fingerprint_second = np.zeros(len(order), "<u8")
-    # The size of the index determines all positions, so it is laid out before they are in it.
+    # All positions depend on the size of the index, so it is laid out before they are filled in.
     embedded = lay_out(columns, about)
     header = encode_header(
         _entries(table, chunks, embedded.nbytes), {"format": FORMAT, "rank": str(table.rank)}
@@ -190,8 +190,8 @@ def _write_file(
 
 
 def _with_tied(table: ShardTable, chunks: PlannedRows) -> tuple[PlannedRows, Array]:
-    """Add the chunks of tied rows, which are on the bytes of others. Return the number of each chunk's
-    bytes."""
+    """Add the chunks of tied rows, which share the bytes of other chunks. Also return, for each chunk, the
+    number of the chunk that has its bytes."""
     source = np.arange(len(chunks.row))
     if not table.tied:
         return chunks, source
@@ -211,8 +211,8 @@ def embedded_columns(
     is_listed = np.zeros(len(table), bool)
     is_listed[chunks.row] = True
     if first:
-        # Also the tensors that this rank witnesses, and those of which its shard is empty: the commit
-        # compares their shapes, and an empty shard has no chunk and no witness.
+        # Also list the tensors that this rank witnesses, and those with an empty shard here: the commit
+        # compares their shapes, and an empty shard has neither chunk nor witness.
         is_listed[plan.witnesses.row] = True
         is_listed |= arrays.nbytes == 0
     listed = is_listed.nonzero()[0]
@@ -220,7 +220,7 @@ def embedded_columns(
     text = [table.specs[row].name for row in listed.tolist()]
     by_name = sorted(range(len(text)), key=text.__getitem__)
     in_order = [text[index] for index in by_name]
-    # Of several rows of a tensor, the first.
+    # The first of several rows of a tensor represents it.
     is_new = np.fromiter(map(ne, in_order, [None, *in_order]), bool, len(in_order))
     tensor_of_row = np.full(len(table), -1, np.int64)
     tensor_of_row[listed[by_name]] = is_new.cumsum() - 1
@@ -306,7 +306,7 @@ def _entries(
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """Return the names, each once: a tensor may have the name of a part of another one (`w@0,4`)."""
+    """Make the names distinct: the name of a tensor may equal that of a part of another one (`w@0,4`)."""
     taken = {EMBEDDED, "__metadata__"}
     if len(taken.union(names)) == len(taken) + len(names):
         return names

@@ -1,4 +1,4 @@
-"""Host memory that bytes of a checkpoint pass through, without torch: boxes, scratch space, batches."""
+"""Buffers in host memory for the bytes of a checkpoint, without torch: boxes, scratch space, batches."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ _Item = TypeVar("_Item", bound=_Sized)
 
 
 def batches(items: Iterable[_Item], limit: int, most: int | None = None) -> Iterator[list[_Item]]:
-    """Group items, in order, up to `limit` bytes, and `most` of them; larger ones are alone."""
+    """Group consecutive items into batches of at most `limit` bytes and `most` items; a larger item is alone
+    in its batch."""
     batch, size = list[_Item](), 0
     for item in items:
         if batch and (size + item.nbytes > limit or len(batch) == most):

@@ -30,7 +30,7 @@ def open_index(store: Store) -> Iterator[Index]:
 
 
 def embedded_index(reader: Reader, start: int, stop: int, where: str) -> Index:
-    """Return the embedded index of a data file, at its bytes [start, stop); callers use all of it."""
+    """Read the embedded index of a data file, at bytes [start, stop), as a whole: callers use all of it."""
     return Index(
         lambda offset, length: reader.read(start + offset, length),
         stop - start,

@@ -1,5 +1,4 @@
-"""Remove old steps: exactly the files that are Holdfast's, so that what somebody else has put into a step's
-folder stays, and the folder with it."""
+"""Remove old steps. Only Holdfast's own files are deleted; a step's folder with other files in it stays."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ _warned: set[str] = set()
 
 
 def is_removable(store: Store, folder: str) -> bool:
-    """Return whether this run made a committed step, so that it may be removed as an old one."""
+    """Return whether a committed step was made by this run, so that retention may remove it."""
     if not is_spelled_as_ours(folder):
         return False
     if not is_linked(store, folder):
@@ -61,10 +60,11 @@ def retire(
 ) -> list[str]:
     """Remove the steps that no rule keeps; never the step that was just saved. Return their folders.
 
-    read: returns what the index of a step says, given its number and folder; called only if a rule asks.
-    damaged: steps that a load has skipped. They take no good step's place, and are kept so that somebody can
-        examine them.
-    passed: folders that are known to be no step that may be removed, and are not looked at; others are added.
+    read: returns the facts in a step's index, given its number and folder; called only if a rule needs them.
+    damaged: steps that a load has skipped. They do not count as kept steps, and are not removed, so that they
+        can be examined.
+    passed: a cache of folders that are known not to be removable steps; they are skipped, and newly found
+        ones are added.
     """
     if rules.keep is None:
         return []
@@ -78,7 +78,7 @@ def retire(
     gone = {step for step, folders in steps if any(is_left(store, left, one, INDEX) for one in folders)}
     steps.sort(key=lambda found: (found[0] not in gone, found[0]))
     removable: dict[int, str] = {}
-    # No more steps than there are folders: mostly nothing is looked at. Else the newest first.
+    # If there are at most `keep` steps, which is common, no folder is examined. Otherwise the newest first.
     for step, folders in reversed(steps if len(steps) > rules.keep else []):
         if rules.best is None and len(removable) >= rules.keep and rules.stays_by_number(step):
             continue  # no other rule compares it with other steps
@@ -107,10 +107,10 @@ def retire(
 
 def remove_step(store: Store, folder: str) -> bool:
     """Delete Holdfast's files of a step: its index first, so that it stops being a checkpoint before it loses
-    data. Return whether its folder is gone; with files of others in it, it stays.
+    data. Return whether its folder was removed; a folder with other files in it stays.
 
-    A step that somebody reads stays as it is, and so does one that is a link, or whose data folder or index
-    is one.
+    A step that is being read (pinned) is not changed, nor is one that is a link, or whose data folder or
+    index is a link.
     """
     if is_linked(store, folder):
         return False
@@ -130,8 +130,8 @@ def remove_step(store: Store, folder: str) -> bool:
 
 
 def old_files(step: Store) -> dict[str, Entry]:
-    """Return the files that `remove_step` deletes. If the index can't be read, only those with names that
-    Holdfast alone gives."""
+    """Return the files that `remove_step` deletes. If the index can't be read, only files whose names are
+    specific to Holdfast."""
     named: set[str] = set()
     with suppress(HoldfastError), open_index(step) as index:
         named.update(index.file_names())
@@ -139,8 +139,8 @@ def old_files(step: Store) -> dict[str, Entry]:
 
 
 def own_names(step: Store, named: Collection[str] = ()) -> list[str]:
-    """List what is Holdfast's by its name, in a step's folder and its data folder: one of `named`, or a name
-    that Holdfast alone gives, or the index, or a mark for other tools as Holdfast writes it."""
+    """List Holdfast's files by name, in a step's folder and its data folder: files in `named`, files whose
+    names are specific to Holdfast, the index, and marker files for other tools with Holdfast's content."""
     data = [path for name in step.list(DATA) if (path := f"{DATA}/{name}") in named or is_named_by_save(name)]
     return data + [name for name in step.list() if _is_ours(step, name)]
 
@@ -156,6 +156,6 @@ def _is_ours(step: Store, name: str) -> bool:
 
 
 def entries(step: Store, names: Iterable[str]) -> dict[str, Entry]:
-    """Look at names; return what is a file, and no link."""
+    """Return those names that are regular files, not links, with their entries."""
     found = ((name, step.stat(name)) for name in names)
     return {name: entry for name, entry in found if entry is not None and entry.kind is Kind.FILE}

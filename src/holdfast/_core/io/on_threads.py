@@ -14,9 +14,9 @@ R = TypeVar("R")
 def on_threads(threads: int, name: str, work: Callable[[T], R], tasks: Iterable[T]) -> list[R]:
     """Call `work` with each task, on up to `threads` threads; return the results in the order of the tasks.
 
-    Raises one of the errors; tasks that have not begun by then are left out. Where the system allows no more
-    threads, those that there are do all of it. An executor of `concurrent.futures` would refuse all work once
-    the main thread has ended, so no `atexit` handler could save.
+    If a task fails, remaining tasks are not started, and one of the errors is raised. If the system refuses
+    more threads, the existing ones do all the work. Not an executor of `concurrent.futures`: it refuses work
+    after the main thread has ended, so an `atexit` handler could not save.
     """
     numbered, lock = enumerate(tasks), threading.Lock()
     results: dict[int, R] = {}
@@ -40,7 +40,7 @@ def on_threads(threads: int, name: str, work: Callable[[T], R], tasks: Iterable[
     worker()
     for other in others:
         if other.ident is not None:
-            other.join()  # its work is part of this call, which the protocol bounds as a whole
+            other.join()  # no timeout: the protocol bounds the time of the whole call
     if errors:
         raise errors[0]
     return [results[number] for number in sorted(results)]

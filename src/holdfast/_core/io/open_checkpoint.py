@@ -57,7 +57,7 @@ def open_source(store: Store) -> Iterator[Source]:
 def _published(store: Store, index: Index | None) -> Source | None:
     """Open the published model that an index describes or, without an index, the one in a folder.
 
-    By name, and only here: the core knows no published model, so no import may lead to those that do.
+    Imported by name, and only here: the core must not depend on the packages for published models.
     """
     source: Source | None = import_module("holdfast._models.views.sources").open_published(store, index)
     return source
@@ -72,7 +72,7 @@ def _open_slice(store: Store, opened: ExitStack) -> Index | None:
 
 
 class TorchDist:
-    """A `torch_dist` folder. A selection reads only those parts of data files that locate its elements."""
+    """A `torch_dist` folder. `select` reads only those parts of data files that locate the elements."""
 
     object_prefix = torch_dist.OBJECT_PREFIX
     fetched_for = ""

@@ -14,12 +14,12 @@ OPEN_FILES = 256
 
 
 class OpenFiles:
-    """The files of a folder; those that were used most recently are open."""
+    """The files of a folder; the most recently used ones are open."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._lock = store, threading.Lock()
         self._readers: dict[str, Reader] = {}
-        """The latest used last."""
+        """Open files, the most recently used last."""
         self._sizes: dict[str, int] = {}
 
     def reader(self, name: str) -> Reader:

@@ -18,7 +18,7 @@ from holdfast._core.store.base import Store
 from holdfast.errors import MissingTensors, ShapeMismatch
 
 SLAB = 64 << 20
-"""Bytes that are inspected or compared at once, so that memory stays bounded."""
+"""Maximum number of bytes to inspect or compare at once, to bound the memory."""
 
 
 def read_box(store: Store, columns: Columns, box: Box, where: str, fetched_for: str = "") -> Array:
@@ -41,7 +41,7 @@ def read_all(store: Store, columns: Columns, where: str) -> bytes:
 
 
 def fill_rows(store: Store, source: Source, table: ShardTable, threads: int = 1) -> None:
-    """Read and verify what fills the rows of a shard table. They have the names that `source` has."""
+    """Read and verify the contents of the rows of a shard table. Rows have the names of `source`."""
     rows = source.find([spec.name for spec in table.specs])
     if (rows < 0).any():
         missing = sorted({table.specs[row].name for row in np.flatnonzero(rows < 0).tolist()})

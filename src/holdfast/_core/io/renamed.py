@@ -1,5 +1,5 @@
-"""A source of loads under other names: those of a checkpoint that another program, or another version of the
-model, has saved."""
+"""A source whose tensors are renamed, to load a checkpoint that was saved with other names by another program
+or another version of the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast._core.plan.merge import reordered
 from holdfast.errors import BadInput
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
-"""Names, or subtrees, of a checkpoint, and what they are called in the state; or a function that says so."""
+"""A mapping from names or subtrees in a checkpoint to those in the state; or a function for one name."""
 
 
 def check_rename(rename: object) -> None:
@@ -34,12 +34,11 @@ def check_rename(rename: object) -> None:
 
 
 _LOOKED_AT, _TRIED = 20_000, 20
-"""How many names of a checkpoint, and how many wanted ones and renamings of these, are looked at for one that
-fits."""
+"""Limits of the search for a fitting renaming: stored names, and wanted names and their candidates."""
 
 
 class Renamed:
-    """A source whose tensors have other names, in the order of these."""
+    """A source whose tensors are renamed and sorted by their new names."""
 
     def __init__(self, source: Source, rename: Rename) -> None:
         """Raises BadInput if two tensors get one name, or if a name in the mapping is not there."""
@@ -94,11 +93,11 @@ class Renamed:
 
 
 def mapping_that_fits(wanted: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], int]:
-    """Return the renaming of one subtree of a checkpoint that makes most of the wanted names, and how many of
-    these; an empty one if none makes more than half of them.
+    """Return the renaming of one subtree of a checkpoint that yields the most wanted names, and their number;
+    an empty mapping if no renaming yields more than half of them.
 
-    names: those of the checkpoint that nothing else of the state has. Looks at some names only: it is for an
-        error, not for a load.
+    names: names of the checkpoint that no other part of the state uses. Only some names are examined, because
+        the result is a hint in an error message.
     """
     by_end: dict[str, list[list[str]]] = {}
     for name in names[:_LOOKED_AT]:
@@ -123,7 +122,7 @@ def mapping_that_fits(wanted: Sequence[str], names: Sequence[str]) -> tuple[dict
 
 
 def moved(name: str, head: str, other: str) -> str | None:
-    """Return a name with another subtree in place of `head`; None if it is not below that."""
+    """Return a name with the subtree `head` replaced by `other`; None if the name is not within `head`."""
     if head and name != head and not name.startswith(head + "."):
         return None
     return ".".join(filter(None, (other, name[len(head) :].lstrip(".") if head else name)))
@@ -132,7 +131,7 @@ def moved(name: str, head: str, other: str) -> str | None:
 def _by_mapping(names: list[str], rename: Mapping[str, str], where: str) -> list[str]:
     unused, new = set(rename), []
     for name in names:
-        # The longest subtree that names it, as a more special rule has the last word.
+        # The longest matching subtree, because the more specific rule has precedence.
         parts = name.split(".")
         ends = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
         old = next((end for end in ends if end in rename), None)

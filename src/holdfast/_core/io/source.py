@@ -1,4 +1,4 @@
-"""What a load reads of a checkpoint before it reads data, whatever the format."""
+"""The interface of a load to the index or metadata of a checkpoint of any format."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ class Rows(NamedTuple):
 
     table: ShardTable
     owner: list[int]
-    """Of each row, what the row that it was made of belongs to."""
+    """For each row, the owner of the state's row that it was translated from."""
     blank: list[int]
-    """Rows of the state that the source fills only in part; the rest becomes zero (a padded vocabulary)."""
+    """Rows of the state that the source fills only in part; the remainder is set to zero (a padded
+    vocabulary)."""
 
 
 class ForeignSource(ABC):
@@ -54,18 +55,19 @@ class ForeignSource(ABC):
     @property
     @abstractmethod
     def tied(self) -> tuple[str, str] | None:
-        """A tensor and the one that it is equal to in most models, if there are both."""
+        """A tensor and the one that equals it in most models (tied weights), if both exist."""
 
     @abstractmethod
     def translate(self, table: ShardTable, owner: Sequence[int]) -> Rows:
-        """Return rows of this source for those of a state. owner: what each belongs to.
+        """Translate the rows of a state to rows of this source. owner: for each row, its owner.
 
         Raises MissingTensors for a part that is not there, ShapeMismatch for one that does not fit the state.
         """
 
     @abstractmethod
     def is_weight(self, name: str) -> bool:
-        """Return whether some rank should ask for a tensor: no scales, which are read with others."""
+        """Return whether a tensor should be requested by some rank: false for scales, which are read with
+        other tensors."""
 
 
 def rows_of(source: Source, table: ShardTable, owner: Sequence[int]) -> Rows:

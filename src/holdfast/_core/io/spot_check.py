@@ -1,5 +1,7 @@
-"""Read a part of the bytes that a save is about to link back from storage: linked bytes are never written
-again, so nothing else finds damage of them before they are needed."""
+"""Spot check of linked files: a save reads back a share of the bytes that it is about to link.
+
+Linked bytes are never written again, so damage in them would otherwise be noticed only by a load.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,15 @@ from holdfast._core.store.local import LocalReader
 from holdfast.errors import StorageError
 
 LEAST, MOST, SAVES = 16 << 20, 1 << 30, 16
-"""Bytes that a save of a rank reads, at least and at most; between them so many that 16 saves read all."""
+"""Each save of a rank reads 1/SAVES of the linked bytes, but at least LEAST and at most MOST bytes."""
 
 
 class Blocks(NamedTuple):
-    """Bytes in files, and the digests that they must have. A row for each block, by file and place."""
+    """Blocks in files, with their expected digests: one row per block, sorted by file and position."""
 
     file: Array
     start: Array
-    """In bytes from the file's begin."""
+    """Position in the file."""
     nbytes: Array
     digest: Array
     chunk: Array
@@ -38,7 +40,8 @@ def blocks_of(
     block: Array,
     digests: tuple[Array, Array, Array],
 ) -> Blocks:
-    """Return the blocks of chunks. digests: of each chunk the first row and their number; and all of them."""
+    """Return the blocks of chunks. digests: for each chunk, the index of its first digest and their number;
+    then the digests of all chunks."""
     first, count, values = digests
     number = expand_ranges(np.zeros_like(count), count)
     of = np.repeat(np.arange(len(chunk)), count)
@@ -53,8 +56,11 @@ def blocks_of(
 def spot_check(
     blocks: Blocks, turn: int, open_: Callable[[int], LocalReader], progress: ReportBytes
 ) -> dict[int, tuple[int, str]]:
-    """Return, by file, the first chunk of this turn's share that storage does not hold as it was written, or
-    that can't be read, and then why. Each share follows the one of the turn before."""
+    """Read and verify this turn's share of the blocks; consecutive turns read consecutive shares.
+
+    Returns, for each bad file, the first damaged chunk and ""; if the file can't be read, a chunk and the
+    reason.
+    """
     total = int(blocks.nbytes.sum())
     most = min(max(LEAST, total // SAVES), MOST)
     begins = np.cumsum(blocks.nbytes) - blocks.nbytes
@@ -76,9 +82,9 @@ def spot_check(
 
 
 def _first_wrong(reader: LocalReader, blocks: Blocks, rows: Array, progress: ReportBytes) -> int | None:
-    """Return the chunk of the first block that has other bytes."""
+    """Return the chunk of the first block whose digest differs; None if there is none."""
     start, stop = int(blocks.start[rows[0]]), int((blocks.start[rows] + blocks.nbytes[rows]).max())
-    # What this host has in memory of the file is dropped, else it would be read in place of the disk's.
+    # Drop the file's pages from the page cache; otherwise they would be read instead of the disk.
     os.posix_fadvise(reader.fd, start, stop - start, os.POSIX_FADV_DONTNEED)
     for row in rows.tolist():
         begin, nbytes, value = (int(column[row]) for column in (blocks.start, blocks.nbytes, blocks.digest))

@@ -1,5 +1,5 @@
-"""Read one object of a checkpoint of any format. Apart from `raw_read`, so that what reads an index does not
-import the other formats."""
+"""Read one object of a checkpoint of any format. Not in `raw_read`, so that code that only reads indexes does
+not import the other formats."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from holdfast._core.plan.shard_table import PlannedRows, ShardTable, contiguous_
 from holdfast._core.store.base import Writer
 
 SUMMED = 8
-"""Buffers whose sums are computed at once, of memory that lies as in the file: 16 MiB, mostly."""
+"""Number of buffers per task of computing sums, for memory laid out as in the file: usually 16 MiB."""
 
 
 class ChunkSource:
@@ -51,7 +51,7 @@ class ChunkSource:
         return (ctypes.c_ubyte * length).from_address(self.address + low)
 
     def sums(self, low: int, data: Buffer) -> Sums:
-        """Return what the bytes from `low` on add to the fingerprint."""
+        """Return the contribution of `data`, at byte `low` of the chunk, to the fingerprint."""
         return box_sums(data, self._itemsize, self.whole, low // self._itemsize)
 
     def gather(self, low: int, out: memoryview) -> None:
@@ -118,7 +118,7 @@ class Stream:
             self._scratch.reset()
 
     def end(self) -> None:
-        """Write what is left, and wait for all sums."""
+        """Write remaining buffers, and wait for all sums."""
         self.flush()
         self._end_sums()
 
@@ -130,8 +130,8 @@ class Stream:
             _sum(unsummed)
 
     def _end_sums(self) -> None:
-        # From the last on: the thread beside goes on from the first. So this waits at most for the one that
-        # is being computed: milliseconds of arithmetic, over some 18 MiB of memory.
+        # From the end, while the other thread works from the start. So this waits for at most one running
+        # task: milliseconds of arithmetic, over some 18 MiB of memory.
         while self._summing:
             summing, unsummed = self._summing.pop()
             if summing.cancel():
@@ -249,7 +249,7 @@ def _one_thread(stack: ExitStack) -> Executor | None:
     except RuntimeError:  # no more threads, or the process is about to end
         pool.shutdown(wait=False, cancel_futures=True)
         return None
-    stack.callback(pool.shutdown, cancel_futures=True)  # after an error nobody needs the sums
+    stack.callback(pool.shutdown, cancel_futures=True)  # after an error the sums are not needed
     return pool
 
 

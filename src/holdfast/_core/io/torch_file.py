@@ -1,7 +1,7 @@
-"""A file of torch.save: its values as plain ones, its tensors as the places of their elements.
+"""A file of torch.save: values are read as plain values, tensors as locations in the file.
 
-Nothing is imported, called or unpickled: an instance of any class is an inert `Record`, and elements are read
-only when they are asked for.
+Nothing is imported, called or unpickled: an instance of any class becomes an inert `Record`, and the elements
+of tensors are read only on demand.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from holdfast._core.store.base import Store
 from holdfast.errors import CorruptCheckpoint
 
 _STEP = 16 << 20
-"""Bytes that `check` holds in memory."""
+"""Bytes that `check` reads at once."""
 
 
 class DtypeName(str):
-    """A dtype in a pickle, by its name; no text that somebody has stored."""
+    """The name of a dtype in a pickle; a class of its own, to tell it from stored text."""
 
 
 class StoredTensor:
@@ -55,8 +55,8 @@ class StoredTensor:
             raise CorruptCheckpoint(f"A tensor of {self._file.where} can't be read: {error}.") from None
 
     def locate(self) -> int:
-        """Return the position of its first byte in the file. Raises CorruptCheckpoint if the file can't hold
-        all of it, or not row-major."""
+        """Return the position of its first byte in the file. Raises CorruptCheckpoint if its elements exceed
+        the file, or are not row-major."""
         return self._position
 
     def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
@@ -70,7 +70,7 @@ class StoredTensor:
 
 
 class TorchFile:
-    """An open file of torch.save. `value` is what it holds."""
+    """An open file of torch.save. `value` is the saved value."""
 
     def __init__(self, store: Store, name: str) -> None:
         """Raises NotFound, StorageError; CorruptCheckpoint if it can't be read."""

@@ -1,9 +1,9 @@
-"""Find the chunks whose bytes the last save has written already, and link its files into the new step.
+"""Find the chunks that are unchanged since the last save, and link its files into the new step.
 
 A chunk is unchanged if the digests of all its blocks are. The new step gets a hard link to the file that
-holds it, so every step's folder is complete by itself, and readers need not know. What the last save wrote is
-read from the indexes that its files carry; only the names of these files are kept in memory
-(docs/decisions/0028-unchanged-bytes-are-linked.md).
+holds the chunk, so every step's folder is complete by itself, and readers need no special case. The digests
+of the last save are read from the embedded indexes of its files; only the names of these files are kept in
+memory (docs/decisions/0028-unchanged-bytes-are-linked.md).
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from holdfast.errors import HoldfastError, StorageError
 
 log = logging.getLogger("holdfast")
 LINKS = 16
-"""Files that a rank links at most. A load opens each, so chunks of more files are written anew, into one."""
+"""Maximum number of files that a rank links. A load has to open each, so chunks of further files are written
+again."""
 RUNS = 1024
-"""Runs and ranks of which a process remembers the last save: folders that differ in other numbers than those
-of steps make a new run each."""
+"""Maximum number of (run, rank) pairs whose last save is remembered: folders whose names differ in other
+numbers than step numbers count as separate runs."""
 _STEP = re.compile(
     r"(?i)(?P<word>(?:step|iter|iteration|epoch)s?[-_=]?|(?:checkpoint|ckpt)[-_=]|/(?=[0-9]+\Z))[0-9]+"
 )
@@ -51,18 +52,18 @@ class Earlier(NamedTuple):
     """The last committed save of a rank into a run."""
 
     folder: str
-    """Of its step."""
+    """URL of the step's folder."""
     files: list[WrittenFile]
-    """Those that the rank wrote, the first one first."""
+    """The files that the rank wrote, in order."""
     turn: int = 0
-    """How many saves of this run this process has made before."""
+    """Number of earlier saves of this run in this process."""
 
 
 _last: dict[tuple[str, int], Earlier] = {}
 
 
 def remember(store: Store, rank: int, files: list[WrittenFile]) -> None:
-    """Note that a save was committed, for the next one of the same run in this process."""
+    """Record a committed save, for the next one of the same run in this process."""
     before = _last.get(key := (_run_of(store), rank))
     _last[key] = Earlier(store.url, files, 0 if before is None else before.turn + 1)
     while len(_last) > RUNS:
@@ -70,10 +71,10 @@ def remember(store: Store, rank: int, files: list[WrittenFile]) -> None:
 
 
 def remember_loaded(store: Store, rank: int, attempt: object) -> None:
-    """Note what a rank has written of a step that is loaded, for the next save of the same run; it may be
-    nothing. attempt: that of the step's index."""
+    """Record the files that a rank wrote of a loaded step, if any, for the next save of the same run.
+    attempt: that in the step's index."""
     files: list[WrittenFile] = []
-    with suppress(HoldfastError):  # mostly NotFound, after the last file
+    with suppress(HoldfastError):  # usually NotFound, after the last file
         while is_data_file(name := data_file(str(attempt), rank, len(files))):
             with closing(store.open(name)) as reader:
                 header = read_header(reader.read, reader.size, name)
@@ -86,7 +87,8 @@ def remember_loaded(store: Store, rank: int, attempt: object) -> None:
 
 
 def forget(store: Store, rank: int) -> None:
-    """Note that a step of this run is damaged: the next save writes all, as other steps share its files."""
+    """Forget the last save of this run, because a step is damaged: other steps may share its files, so the
+    next save writes everything."""
     _last.pop((_run_of(store), rank), None)
 
 
@@ -96,8 +98,8 @@ def recall(store: Store, rank: int) -> Earlier | None:
 
 
 def _run_of(store: Store) -> str:
-    """Return the path without the numbers of steps: steps such as `run/step-7/part-1` or `run/global_step_7`
-    differ in nothing else. Without its last number if it names no step."""
+    """Return the path without step numbers (or, if it has none, without its last number), to identify the run
+    of steps such as `run/step-7/part-1` or `run/global_step_7`."""
     without, found = _STEP.subn(r"\g<word>#", store.url)
     return without if found else _LAST_NUMBER.sub("#", store.url)
 
@@ -107,10 +109,10 @@ class Linked(NamedTuple):
 
     chunks: PlannedRows
     file: Array
-    """Per chunk, its row of `names`."""
+    """For each chunk, the row of its file in `names`."""
     position: Array
     digests: Array
-    """Of the blocks of all chunks."""
+    """Digests of the blocks of all chunks."""
     sums: Array
     """(chunks, 2): the fingerprint of each chunk; zeros if the save computes none."""
     names: list[str]
@@ -118,7 +120,7 @@ class Linked(NamedTuple):
 
 
 def all_changed(plan: SavePlan) -> Linked:
-    """Return no chunk and no link."""
+    """Return an empty result: no chunk is linked."""
     empty = np.zeros(0, np.int64)
     none = PlannedRows(*(column[:0] for column in plan.chunks))
     return Linked(none, empty, empty, np.zeros(0, "<u8"), np.zeros((0, 2), "<u8"), [], [])
@@ -133,9 +135,10 @@ def link_unchanged(
     options: Options,
     progress: ReportBytes,
 ) -> tuple[SavePlan, Linked]:
-    """Link files of an earlier save into a step. Return the plan of what must be written, and what is linked.
+    """Link files of an earlier save into a step. Return the plan of the remaining writes, and the linked
+    chunks.
 
-    Nothing is linked if it can't be: if the earlier files are gone, or if the file system makes no links.
+    Nothing is linked if the earlier files are gone, or if the file system does not support links.
     """
     if not isinstance(store, LocalStore):  # other stores have no links
         return plan, all_changed(plan)
@@ -163,23 +166,23 @@ def link_unchanged(
 
 
 class _Held:
-    """What the files of an earlier save hold of a plan's chunks: a row for each chunk."""
+    """The chunks of a plan, as found in the files of an earlier save: a row for each chunk."""
 
     def __init__(self, table: ShardTable, chunks: PlannedRows, earlier: Earlier, options: Options) -> None:
         """Find the chunks by tensor and box. Raises a HoldfastError if an earlier file can't be read."""
         rows = len(chunks.row)
         self._table, self._chunks, self._store = table, chunks, LocalStore(earlier.folder)
         self.file = np.full(rows, -1, np.int64)
-        """Row of the file that holds a chunk, if it is unchanged; else -1."""
+        """For each chunk, the number of the file that holds it unchanged; -1 if there is none."""
         self.position = np.zeros(rows, np.int64)
         self.first, self.count = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-        """The rows of a chunk's digests."""
+        """For each chunk, the index of its first digest, and the number of its digests."""
         self.sums = np.zeros((rows, 2), "<u8")
         self.sizes: list[int] = []
         self._paths: list[str] = []
         self._names: list[str] = []
         self._origins: list[str] = []
-        """The name, without folder, that each file had where it was written."""
+        """The name, without folder, under which each file was originally written."""
         digests, shared = list[Array](), False
         for written in earlier.files:
             columns = self._index(written)
@@ -214,7 +217,7 @@ class _Held:
             return embedded_index(reader, written.index_start, stop, reader.path).embedded()
 
     def compare(self, threads: int, progress: ReportBytes) -> None:
-        """Compare the digests, and let `file` be -1 where they differ."""
+        """Compare digests with the present bytes; set `file` to -1 where they differ."""
         chunks, lock = self._chunks, threading.Lock()
         found = np.flatnonzero(self.file >= 0)
         addresses = simple_addresses(self._table, chunks)
@@ -229,7 +232,7 @@ class _Held:
                 )
                 return same
             source = ChunkSource(self._table, chunks, index, nbytes[index], blocks[index])
-            # Of a chunk that has changed, mostly one block is read.
+            # Of a changed chunk, usually only one block is read.
             return all(digest(source.one_block(number)) == value for number, value in enumerate(wanted))
 
         def work(part: tuple[int, int]) -> None:
@@ -244,8 +247,8 @@ class _Held:
             on_threads(threads, "holdfast-compare", work, even_ranges(chunks.nbytes[found], threads))
 
     def check_stored(self, turn: int, progress: ReportBytes) -> None:
-        """Let `file` be -1 for all that lies in files of which a part, read back, is not as it was
-        written."""
+        """Spot-check the files; set `file` to -1 for all chunks of a file that is damaged or can't be
+        read."""
         found, chunks = np.flatnonzero(self.file >= 0), self._chunks
         places = self.file[found], self.position[found], chunks.nbytes[found], chunks.block[found]
         blocks = blocks_of(found, *places, (self.first[found], self.count[found], self.digests))
@@ -265,12 +268,12 @@ class _Held:
             self.file[self.file == file] = -1
 
     def link(self, store: LocalStore, attempt: str) -> dict[int, str]:
-        """Link the files that hold enough; return the names of the links, by the row of the file."""
+        """Link the files that hold enough unchanged bytes; return the names of the links, by file number."""
         used = np.flatnonzero(self.file >= 0)
         live = np.bincount(self.file[used], self._chunks.nbytes[used], len(self.sizes))
         names: dict[int, str] = {}
         for file in np.argsort(-live, kind="stable")[:LINKS].tolist():
-            # At least half: so a step never takes more than twice its own bytes.
+            # At least half of the file, so that a step never takes more than twice its own bytes.
             if not live[file] or 2 * live[file] < self.sizes[file]:
                 continue
             name = linked_file(attempt, self._table.rank, self._origins[file])
@@ -288,13 +291,13 @@ class _Held:
 
 
 def _rows_of(columns: Columns, table: ShardTable, chunks: PlannedRows) -> Array:
-    """Return the row of each planned chunk in an index: the same box of the same tensor, in the same blocks.
-    -1: there is none."""
+    """Return, for each planned chunk, the row of the chunk in an index with the same tensor, box and block
+    size; -1 if there is none."""
     none = np.full(len(chunks.row), -1, np.int64)
     if not len(columns.file) or not len(none):
         return none
     place = {spec: row for row, spec in enumerate(columns.specs())}
-    # Without an offset of its own, a box does not tell one shard from another.
+    # Before its offset is known, a deferred box does not identify a shard.
     late = [offset is not None and offset.start == -1 for offset in table.deferred]
     tensor = np.where(late, -1, [place.get(spec, -1) for spec in table.specs])
     dims = max(columns.dims, chunks.offset.shape[1])

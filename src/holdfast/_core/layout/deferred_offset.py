@@ -21,7 +21,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class DeferredOffset(NamedTuple):
-    """The position of a shard on its shard line: the shards that lie behind one another along an axis."""
+    """The position of a shard on its shard line: the sequence of adjacent shards along an axis."""
 
     axis: int
     lane: int
@@ -29,7 +29,7 @@ class DeferredOffset(NamedTuple):
     position: int
     """Position on the line; offsets ascend with it."""
     length: int
-    """Length along the axis of all that this rank holds there."""
+    """Length of this rank's shard along the axis."""
     start: int
     """Offset along the axis that an even cut would give; -1 if the rank does not know it, and the shard's box
     begins at 0; `told(offset)` if the rank knows the true offset, so that others of the line may be wrong."""

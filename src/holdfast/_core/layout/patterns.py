@@ -1,4 +1,4 @@
-"""Shell patterns of names, compiled once for many names: what `include` and `exclude` select."""
+"""Selection of names by shell patterns (`include`, `exclude`), compiled once for many names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WILD = re.compile(r"[*?\[]")
 
 
 class Names:
-    """The names that any of some patterns match, and those in the subtrees that they name.
+    """The names that match any of some patterns, or are in a subtree that a pattern names.
 
-    A name is compared only with patterns whose text before the first wildcard it begins with, all in one
-    regular expression.
+    A name is compared only with patterns whose text before the first wildcard is a prefix of the name, all in
+    one regular expression.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
@@ -68,7 +68,7 @@ def _compiled(patterns: tuple[str, ...]) -> Names:
 
 
 def selector(patterns: Patterns) -> Callable[[str], bool]:
-    """Return whether a name matches `include` (None: all do) and does not match `exclude`, as a function."""
+    """Return a function that tells whether a name matches `include` (None: all do) and not `exclude`."""
     include, exclude = (None if some is None else _compiled(tuple(some)) for some in patterns)
     if include is None:
         return lambda name: exclude is None or name not in exclude
@@ -76,12 +76,12 @@ def selector(patterns: Patterns) -> Callable[[str], bool]:
 
 
 def is_selected(name: str, patterns: Patterns) -> bool:
-    """Return what `selector` says of one name."""
+    """Return the result of `selector` for one name."""
     return selector(patterns)(name)
 
 
 def unmatched(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return the patterns that match no name and name no subtree."""
+    """Return the patterns that match no name and no subtree."""
     ordered = sorted(names)
 
     def is_matched(pattern: str) -> bool:
@@ -94,7 +94,7 @@ def unmatched(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
 
 
 def refuse_text(**patterns: Sequence[str] | None) -> None:
-    """Raise BadInput if a list of patterns is a text: each of its characters would be a pattern."""
+    """Raise BadInput if patterns are given as a str: each of its characters would be a pattern."""
     for argument, given in patterns.items():
         if isinstance(given, str):
             raise BadInput(f"{argument} takes a list of patterns, not the text {given!r}.")

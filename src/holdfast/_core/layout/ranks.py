@@ -1,4 +1,4 @@
-"""Runs of numbers, and lists of ranks as text: `8-15`, `0,4,8-11`."""
+"""Runs of integers, and lists of ranks as text: `8-15`, `0,4,8-11`."""
 
 from __future__ import annotations
 

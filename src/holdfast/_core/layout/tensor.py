@@ -71,7 +71,8 @@ def dtype_code(name: str, where: str) -> int:
 
 
 def less_exact(one: int, other: int) -> int | None:
-    """Return that of two dtypes in which elements of both can be compared; None if there is none."""
+    """Return the less exact of two dtypes, in which elements of both can be compared; None if there is
+    none."""
     if one == other:
         return one
     return max(one, other, key=FLOATS.index) if one in FLOATS and other in FLOATS else None
@@ -87,7 +88,7 @@ class TensorSpec(NamedTuple):
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:
-    """Return the most similar of some names, for the hint of an error; compares a few thousand at most."""
+    """Return the most similar name, for the hint of an error; compares a few thousand at most."""
     if len(names) > _MANY:
         tail = name.rpartition(".")[2]
         # difflib compares with each name, which takes seconds for 100,000 names. Names with the same last

@@ -1,7 +1,8 @@
 """The load of one rank: collect the state, choose a version, plan, read, fill the state, report.
 
 The protocol (`protocol.core.load_steps`) drives a `LoadJob`: it calls `choose` on the committer, `read` on
-all ranks, and `check` on the committer. `fill` then puts into the state what is not there yet.
+all ranks, and `check` on the committer. `read` reads tensors directly into the state; `fill` then assigns
+objects and newly created values.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class LoadJob:
         self.owner: list[int] = []
         """For each row of `table`, the index of its leaf."""
         self.after: list[tuple[list[Leaf], Callable[[], None]]] = []
-        """Functions to call once all is in the state: `load_state_dict` of stateful values."""
+        """Functions to call after the state is filled: `load_state_dict` of stateful values."""
         self.streams = CallerStreams(self.table)
         self.plan: LoadPlan | None = None
         self.merged = Merged()
@@ -77,9 +78,9 @@ class LoadJob:
         self.rest = Rest()
         self.bytes_read = 0
         self.objects: dict[int, object] = {}
-        """Objects that were read, by leaf."""
+        """Decoded objects, by index of the leaf."""
         self.built: list[tuple[Leaf, object]] = []
-        """Leaves, and the created values that take their place."""
+        """Leaves, each with the newly created value that replaces its own."""
         self.operation = Operation(
             "load",
             f"load of {self.store.url}",
@@ -205,13 +206,13 @@ class LoadJob:
         self.built = plan.lazy.build(self.objects)
 
     def _asked(self, index: Source, plan: LoadPlan) -> tuple[list[tuple[int, int]], list[str]]:
-        """Return the runs of rows that this rank asks for, and names that it does not ask for on purpose."""
+        """Return the rows that this rank requests, as runs, and the names that it leaves out on purpose."""
         counts, left_out = selector(self.request.patterns), list(plan.skipped)
         tells = self.request.tells_rest and not index.fetched_for
         if isinstance(index, ForeignSource):
             tells, counts, left_out = True, index.is_weight, sorted(self._left_out(index, index.tied, plan))
-        # Names are read by one rank, and only where this one does not ask for all of them: to tell what is
-        # left; or if it fills no tensor, for an error.
+        # Only the committer reads the names, and only if needed: to report unrequested ones, or for the error
+        # that no tensor was filled.
         asked = sorted({*plan.found.tolist(), *self.merged.rows})
         rest = tells and len(asked) < index.tensors
         if self.operation.context.is_committer and (rest or not plan.tensors[1]):
@@ -219,8 +220,9 @@ class LoadJob:
         return list(runs(asked)), left_out
 
     def _left_out(self, index: Source, tied: tuple[str, str] | None, plan: LoadPlan) -> frozenset[str]:
-        """Return the tensors that this rank does not ask for on purpose."""
-        # transformers takes an output that is not the embedding, whatever the configuration says.
+        """Return the names of tensors that this rank leaves out on purpose."""
+        # transformers loads an output layer whose values differ from the embedding's, even if the
+        # configuration says that they are tied.
         if (
             tied is not None
             and self.operation.context.is_committer
@@ -232,8 +234,10 @@ class LoadJob:
         return self.request.left_out
 
     def check(self, reports: dict[int, HaveRead]) -> Json:
-        """Committer: find what the load leaves. Refuse one in which no rank asks for anything, though the
-        checkpoint holds something, or for no tensor that is there."""
+        """Committer: find the names that the load does not fill or does not request.
+
+        Raises an error if the checkpoint has names but no rank requests any, or if no tensor was filled.
+        """
         assert self.plan is not None
         self.version.let_go()
         asked = self.request.may_be_empty or any(report.asked for report in reports.values())
@@ -250,10 +254,10 @@ class LoadJob:
     # -- fill the state ---------------------------------------------------------------------------
 
     def fill(self) -> LoadReport:
-        """Put objects and created values into the state. Other ranks do not hear of an error here."""
+        """Put objects and created values into the state. An error here is not reported to other ranks."""
         plan, context = self.plan, self.operation.context
         assert plan is not None
-        # Only now that all ranks have read: until then any rank may fail the load of all.
+        # Only after all ranks have read: until then a failure on any rank fails the load on all.
         self.objects.update(self.merged.fill(self.leaves))
         at = [*plan.filled, *self.merged.values]
         give_back(self.leaves, at, self.objects, self.built)

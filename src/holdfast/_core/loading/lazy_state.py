@@ -1,9 +1,10 @@
-"""Create the optimizer states that the checkpoint has and the optimizer does not have yet.
+"""Create optimizer states that are in the checkpoint but not yet in the optimizer.
 
 An optimizer creates a parameter's state at the first step with a gradient for it; until then an empty
-`ParameterState` stands for it. A state that has containers in it, or tensors made of other tensors, is built
-again from what it has already: the checkpoint may have more. Also, a list of dicts is one object for
-Holdfast, while torch DCP saves each value by itself: `param_groups` as `param_groups.0.lr` and so on.
+`ParameterState` is its placeholder. A state with nested containers or tensor subclasses is rebuilt, reusing
+its present tensors, because the checkpoint may have more entries. This module also handles lists of dicts
+that are stored in parts: for Holdfast such a list is one object, while torch DCP saves each value separately
+(`param_groups` as `param_groups.0.lr` and so on).
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 @dataclass
 class Made:
-    """A leaf, and the parts that a load has created to take its place."""
+    """A leaf, and the parts created by a load to replace its value."""
 
     leaf: Leaf
     parts: dict[str, object] = field(default_factory=dict)
-    """By their full names."""
+    """Created parts by full name."""
 
     def value(self) -> object:
-        """Build the value that takes the leaf's place from its parts."""
+        """Build the replacement for the leaf's value from its parts."""
         name = self.leaf.name
         structure = self.parts.get(join(name, STRUCTURE))
         if structure is not None:
@@ -51,7 +52,7 @@ class Made:
 
 
 class LazyStates:
-    """Adds leaves, with their rows and owners, to those of a load."""
+    """Adds leaves for optimizer states, with their rows and owners, to the leaves of a load."""
 
     def __init__(
         self, url: str, leaves: list[Leaf], owner: list[int], table: ShardTable, participants: tuple[int, ...]
@@ -61,12 +62,13 @@ class LazyStates:
         self.made: list[Made] = []
         self._given = len(leaves)
         self.missing: list[str] = []
-        """Names of states that the checkpoint does not have either."""
+        """Names of states that the checkpoint lacks, too."""
         self.skipped: list[str] = []
-        """Names of states that are left out because their parameters are."""
+        """Names of states that are skipped because their parameters are."""
 
     def leave_out(self, parameters: Iterable[tuple[torch.Tensor, Dims]]) -> None:
-        """Leave out the states of parameters, given as tensors with the same memory, and global shapes."""
+        """Skip the states of parameters. A parameter is given as a tensor with its memory, and its global
+        shape."""
         places = {(_address(tensor), tuple(shape)) for tensor, shape in parameters}
         for leaf in self.leaves:
             parameter = getattr(leaf.value, "parameter", None)
@@ -74,10 +76,10 @@ class LazyStates:
                 self.skipped.append(leaf.name)
 
     def look(self, index: Source, patterns: Patterns, strict: bool, cast: bool) -> None:
-        """Add leaves and rows for what the checkpoint has where the state has nothing yet.
+        """Add leaves and rows for stored values for which the state has only a placeholder.
 
-        cast: states of a parameter that is stored in another dtype get the parameter's, as
-            `Optimizer.load_state_dict` gives it to them.
+        cast: if a parameter is stored in another dtype than it has, its states are created in the parameter's
+            dtype, as by `Optimizer.load_state_dict`.
         """
         awaited = ParameterState | Rest
         lazy = [leaf for leaf in self.leaves if isinstance(leaf.value, awaited)]
@@ -90,7 +92,7 @@ class LazyStates:
             lists = [leaf for leaf, row in zip(lists, there, strict=True) if row < 0]
         if not lazy and not lists:
             return
-        # All names, sorted: only they tell which values an optimizer has.
+        # All names, sorted: only the names show which values each optimizer state has.
         names = index.names()
         parts: list[tuple[Leaf, list[int]]] = []
         for leaf in lists:
@@ -116,8 +118,8 @@ class LazyStates:
             self._make(leaf, columns, rows, follows)
 
     def build(self, objects: Mapping[int, object]) -> list[tuple[Leaf, object]]:
-        """Build what takes the place of leaves, once all parts are read. objects: those that were read, by
-        index of their leaf."""
+        """Build the replacement values of leaves, after all parts are read. objects: the decoded objects, by
+        index of the leaf."""
         for index in range(self._given, len(self.leaves)):
             part = self.leaves[index]
             # Tensors are in their `Made` already. Since then objects were read, and meta tensors got memory.
@@ -143,7 +145,7 @@ class LazyStates:
                 and (takes is None or takes(names[row][start:]))
             ]
             if rows:
-                # Whatever the patterns are, the structure is read, too: it tells how to join the parts.
+                # The structure is read regardless of the patterns: it describes how to join the parts.
                 structure = join(leaf.name, STRUCTURE)
                 position = bisect_left(names, structure, first, stop)
                 if names[position : position + 1] == [structure]:
@@ -164,7 +166,7 @@ class LazyStates:
         return states
 
     def _stored_as_they_are(self, index: Source) -> frozenset[int]:
-        """Return the addresses of tensors of the state that are stored in the dtype that they have."""
+        """Return the addresses of the state's tensors whose stored dtype equals their own."""
         tensors = [
             (spec, memory.tensor)
             for spec, memory in zip(self.table.specs, self.table.memory, strict=True)
@@ -178,10 +180,10 @@ class LazyStates:
         return frozenset(_address(tensor) for (spec, tensor), dtype in known if spec.dtype == dtype)
 
     def _make(self, leaf: Leaf, columns: Columns, rows: list[int], follows: bool) -> None:
-        """Add leaves for the parts of a leaf, and rows for those. follows: in the dtype of the parameter."""
+        """Add leaves and rows for the parts of a leaf. follows: create them in the dtype of the parameter."""
         value, made, new = leaf.value, Made(leaf), list[Leaf]()
         parameter = getattr(value, "parameter", None)
-        # What get_state_dict gave has a source, and its states may be used without the optimizer.
+        # A leaf with a source is from get_state_dict; its states may be used without the optimizer.
         if parameter is not None and parameter.is_meta and leaf.source is None:
             raise BadInput(
                 f"{leaf.name!r} is the state of a parameter on the meta device, in whose place a load puts "
@@ -197,7 +199,7 @@ class LazyStates:
             if int(columns.kind[row]) == TENSOR:
                 dtype = torch_dtype(int(columns.dtype[row]))
                 shape = columns.shape_of(row)
-                # But for counters: bfloat16 counts to 256.
+                # Not for counters (shape ()): bfloat16 represents consecutive integers only up to 256.
                 if parameter is not None and follows and shape and dtype.is_floating_point:
                     dtype = parameter.dtype if parameter.is_floating_point() else dtype
                 # A present tensor that fits is filled in place.
@@ -258,7 +260,8 @@ class LazyStates:
     def _check_shapes(
         self, parts: list[tuple[Leaf, list[int]]], columns: Columns, index: Source, names: list[str]
     ) -> None:
-        """Refuse states whose parameter was saved with another shape: they would get that shape."""
+        """Raise ShapeMismatch for states whose parameter was saved with another shape: they would be created
+        in that shape."""
         odd = [
             (leaf, row)
             for leaf, rows in parts
@@ -278,7 +281,7 @@ class LazyStates:
             name = _PARAMETER.sub("", leaf.name)[::-1] + "."
             first, stop = bisect_left(ends, name), bisect_left(ends, name[:-1] + "/")
             positions = [position for _, position in reversed_names[first:stop]]
-            # A bare optimizer in the state names its parameters by numbers, which many other names end with.
+            # An optimizer without its model numbers its parameters, and many unrelated names end in numbers.
             if not name[:-1].isdecimal():
                 candidates.append((leaf, row, positions[:8]))
         wanted = np.unique(
@@ -298,8 +301,8 @@ class LazyStates:
                     )
 
     def _refuse_strangers(self, lazy: list[Leaf], patterns: Patterns, names: list[str]) -> None:
-        """Refuse an optimizer whose parameters have other names: none of its states is stored, but others
-        are."""
+        """Raise MissingTensors if none of an optimizer's states is stored, but others are: its parameters
+        have other names."""
         matches = [_PARAMETER.match(leaf.name) for leaf in lazy]
         parents = {match[0][:-1] for match in matches if match is not None}
         known = {leaf.name for leaf in self.leaves}
@@ -317,13 +320,13 @@ class LazyStates:
 
 
 _PARAMETER = re.compile(r"^(?:.*?\.)?state\.")
-"""What stands before a parameter's name, or number, in the name of its state."""
+"""The prefix of a state's name, before the parameter's name or number."""
 
 
 def _address(parameter: torch.Tensor) -> int:
-    """Return where the elements of a parameter, or of this rank's part of it, begin."""
+    """Return the address of a parameter, or of this rank's shard of it."""
     local = local_of(parameter)
-    # A part without elements has no address, but FSDP2 has padded it in memory.
+    # An empty shard has no address, but with FSDP2 its storage has: shards are padded.
     return local.data_ptr() if local.numel() else local.untyped_storage().data_ptr()
 
 
@@ -333,8 +336,8 @@ def _under(names: list[str], parent: str) -> tuple[int, int]:
 
 
 def refuse_empty(url: str, empty: list[str], index: Source) -> None:
-    """Refuse empty dicts of the state where the checkpoint has something under their names: skipping them
-    would silently lose that. Where it has nothing, there is nothing to load."""
+    """Raise MissingTensors for empty dicts of the state if the checkpoint has values under their names:
+    skipping the dicts would silently lose these values."""
     have = index.names() if empty else []
     for name in empty:
         first, stop = _under(have, name)

@@ -1,7 +1,8 @@
-"""Values of this rank that a rule makes from other ranks' values (`PerRank(merge=)`), if other ranks saved.
+"""Per-rank values that a merge function (`PerRank(merge=)`, a rule) computes if the set of ranks has changed.
 
-All ranks read the values of all, so that none has to ask another one. They are small: random states,
-positions in the data. A rank does this before it fills anything, so a rule that fails has changed nothing.
+Every rank reads the stored values of all ranks, so no communication is needed. The values are small: random
+number generator states, positions in the data. Rules run before the state is filled, so a failing rule has
+changed nothing.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from holdfast.errors import BadInput, LoadFailed
 
 @dataclass
 class Merged:
-    """What rules have made."""
+    """Results of the rules."""
 
     values: dict[int, object] = field(default_factory=dict)
-    """By the index of the leaf: a tensor that is to be copied into the leaf's, or an object."""
+    """By index of the leaf: a tensor to copy into the leaf's tensor, or an object."""
     rows: list[int] = field(default_factory=list)
-    """Rows of the checkpoint's index that were read for it."""
+    """Rows of the checkpoint's index that were read for the rules."""
     bytes_read: int = 0
 
     def fill(self, leaves: Sequence[Leaf]) -> dict[int, object]:
-        """Copy what is made into the tensors of the leaves. Return the objects, by index of leaf."""
+        """Copy the resulting tensors into the tensors of the leaves. Return the objects, by index of leaf."""
         with torch.no_grad():
             for at, value in self.values.items():
                 if _is_tensor(leaves[at].value):
@@ -54,10 +55,10 @@ class Merged:
 def merge_ranks(
     index: Source, request: LoadRequest, leaves: Sequence[Leaf], tick: Callable[[], None]
 ) -> Merged:
-    """Make the values whose rule is due. tick: called after each.
+    """Compute the values of all rules whose stored value was saved by other ranks. tick: called after each.
 
-    Raises LoadFailed for a rule that fails or returns something else than a value of this state, BadInput for
-    a value that no rule can make.
+    Raises LoadFailed if a rule fails, or its result does not match the value in the state; BadInput for
+    a value of a type that rules do not support.
     """
     made, by_rule = Merged(), dict[int, list[int]]()
     for at, leaf in enumerate(leaves):
@@ -79,7 +80,7 @@ def _base(rule: Rule) -> str:
 
 
 def _stored(names: Sequence[str], base: str) -> dict[int, dict[str, str]]:
-    """Return the names of a value, by the rank that saved it and by the path below the value."""
+    """Return the stored names of a per-rank value, by saving rank and by path within the value."""
     found: dict[int, dict[str, str]] = {}
     first, stop = (bisect_left(names, base + end) for end in "@A")  # A: the character after @
     for name in names[first:stop]:
@@ -90,7 +91,7 @@ def _stored(names: Sequence[str], base: str) -> dict[int, dict[str, str]]:
 
 
 def _saved_by_these(index: Source, request: LoadRequest, saved: Iterable[int]) -> bool:
-    """Return whether the ranks of this load are those that saved. Not all of them need to hold the value."""
+    """Return whether this load and the save have the same ranks. Not all of them need to have the value."""
     here, count = set(request.call.participants), index.about.get("ranks")
     return here.issuperset(saved) and (len(here) == count if isinstance(count, int) else here == set(saved))
 
@@ -133,7 +134,7 @@ def _merge(
     try:
         result = rule.merge(values)
         if result is None and rule.value is not None:
-            raise TypeError("it returned None")  # mostly a `return` that was forgotten
+            raise TypeError("it returned None")  # usually a forgotten `return`
         new = {leaf.name: leaf.value for leaf in flatten({base: PerRank(result)}, rank).leaves}
         _check(new, {name: leaves[at].value for name, at in own.items()}, request.cast)
     except Exception as error:
@@ -153,7 +154,7 @@ def _each(stored: Mapping[int, Mapping[str, str]]) -> Iterable[tuple[int, str, s
 def _read(
     index: Source, request: LoadRequest, names: Sequence[str], like: Mapping[str, object], made: Merged
 ) -> dict[str, object]:
-    """Read values by their names. like: of objects, the values in whose place they come."""
+    """Read values by name. like: the present values that decoded objects will replace, by name."""
     rows = np.unique(index.find(names))
     specs = index.select(rows).specs()
     with bounded_memory(f"Values of all ranks in {request.store.url}"):
@@ -173,7 +174,7 @@ def _read(
 
 
 def _plain(value: Any, states: Mapping[int, object]) -> Any:
-    """Return a value with the states of stateful values in their places."""
+    """Return a value in which stateful values are replaced by their states."""
     value = states.get(id(value), value)
     if isinstance(value, Mapping):
         return {key: _plain(value[key], states) for key in value}
@@ -185,7 +186,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _check(new: Mapping[str, Any], present: Mapping[str, Any], cast: bool) -> None:
-    """Raise TypeError for values that can't be put in the places of the present ones."""
+    """Raise TypeError for values that can't replace the present ones."""
     lacking, more = sorted(present.keys() - new.keys()), sorted(new.keys() - present.keys())
     if lacking or more:
         raise TypeError(

@@ -1,10 +1,11 @@
-"""Numbers that are stored as the other kind than the state has: a learning rate, or another value of an
-optimizer's group, may change between a number and a tensor without dimensions from one start to the next.
+"""Numbers whose kind differs between the checkpoint and the state: a learning rate, or another value of a
+parameter group, may be a Python number in one run and a 0-dimensional tensor in the next.
 
-A load gives what is stored, as `torch.load` does. A list of groups without a tensor in it is one object, with
-one it is stored in parts: then the parts are taken out of the object.
+A load returns the stored kind, as `torch.load` does. A list of parameter groups without tensors is stored as
+one object; with a tensor it is split into parts. If the state has parts and the checkpoint the object, the
+parts are taken from the object.
 
-A counter may also have another dtype: an optimizer that has taken its steps under another default dtype.
+A counter may also have another dtype, if the optimizer took its steps under another default dtype.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def add_wholes(
     gone: Sequence[int],
     everyone: tuple[int, ...],
 ) -> dict[int, list[int]]:
-    """Add leaves, with their rows and owners, for stored objects that have leaves which the checkpoint lacks
-    as their parts. Return the parts of each such leaf, all by their indices.
+    """Add leaves, with their rows and owners, for stored objects that contain values of leaves that the
+    checkpoint lacks. Return, for each added leaf, the leaves that are its parts; all by index.
 
     gone: the rows of `table` that the checkpoint lacks.
     """
@@ -62,9 +63,9 @@ def _ignore(value: object) -> None:
 def taken_apart(
     leaves: Sequence[Leaf], whole: int, parts: Collection[int], value: object, strict: bool
 ) -> dict[int, object]:
-    """Return the values of leaves that are parts of a stored object.
+    """Take the values of leaves out of the stored object of which they are parts.
 
-    strict: raise MissingTensors for one that is not in it; else it is left out.
+    strict: raise MissingTensors for a part that the object lacks; otherwise leave it out.
     """
     found: dict[int, object] = {}
     for part in parts:
@@ -98,7 +99,7 @@ def _value_at(value: object, path: str) -> object:
 
 
 def check_number(spec: TensorSpec, value: object) -> None:
-    """Raise ShapeMismatch if a stored object is no number, where the state has a tensor."""
+    """Raise ShapeMismatch if a stored object is not a number; the state has a tensor in its place."""
     if not isinstance(value, int | float):
         raise ShapeMismatch(
             f"{spec.name!r}: the checkpoint holds an object of type {type(value).__name__}, the state "
@@ -109,11 +110,11 @@ def check_number(spec: TensorSpec, value: object) -> None:
 
 
 def put_exactly(name: str, number: torch.Tensor, target: torch.Tensor) -> None:
-    """Put a number that is stored in another dtype into a tensor of the state. Raises ShapeMismatch if that
-    would change it."""
+    """Put a number that is stored in another dtype into a tensor of the state. Raises ShapeMismatch if the
+    conversion would change its value."""
     made = number.to(target.dtype)
     given, got = number.item(), made.item()
-    # Python compares whole numbers and others without rounding either. NaN equals nothing.
+    # Python compares int with float exactly, without rounding. NaN equals nothing.
     if given != got and (given == given or got == got):
         raise ShapeMismatch(
             f"{name!r}: the checkpoint holds {given} as {str(number.dtype)[6:]}, the state wants "

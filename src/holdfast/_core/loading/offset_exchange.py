@@ -1,8 +1,8 @@
 """Compute the offsets of shards that depend on the local length of every rank.
 
-A save leaves this to its commit. A load needs them before it reads, so the ranks exchange messages once more:
-each sends its lengths along the uneven axis, and the committer adds them up. This is only for loads in which
-a rank has such a shard; the `Unplaced` of that rank brings all ranks here.
+A save computes them at its commit. A load needs them before it reads, so the ranks exchange messages once
+more: each sends its lengths along the uneven axis, and the committer adds them up. This happens only in loads
+in which a rank has such a shard: its `Unplaced` error reaches all ranks, and they start the exchange.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from holdfast.errors import BadInput, HoldfastError, Unplaced
 
 
 def unplaced(table: ShardTable, title: str) -> HoldfastError | None:
-    """Return an error if this rank has such a shard, or knows that a shard line is not split evenly, which
-    other ranks may not see; else None."""
+    """Return `Unplaced` if this rank has a shard without an offset, or knows of an uneven shard line (which
+    other ranks may not see); else None."""
     for spec, deferred in zip(table.specs, table.deferred, strict=True):
         if deferred is not None and deferred.start < 0:
             return Unplaced(
@@ -54,7 +54,7 @@ class OffsetExchange(CollectiveTask):
     kind = "load"
 
     def of(self, table: ShardTable, collect_error: HoldfastError | None) -> OffsetExchange:
-        # `Unplaced` is why the ranks are here; any other error was hidden by another rank's `Unplaced`.
+        # `Unplaced` has led to this exchange; any other error was hidden by another rank's `Unplaced`.
         if not isinstance(collect_error, Unplaced):
             self.collect_error = collect_error
         self.rows = [
@@ -109,7 +109,7 @@ class OffsetExchange(CollectiveTask):
 def exchange_offsets(
     store: Store, call: Call, table: ShardTable, collect_error: HoldfastError | None
 ) -> OffsetExchange:
-    """Send what this rank holds along uneven axes, and receive where its shards begin."""
+    """Send this rank's lengths along uneven axes, and receive the offsets of its shards."""
     lengths = OffsetExchange(f"lengths for the load of {store.url}", f"{store.url}|lengths", call).of(
         table, collect_error
     )
@@ -120,7 +120,7 @@ def exchange_offsets(
 def put_in_place(table: ShardTable, lengths: OffsetExchange) -> None:
     """Move the boxes of deferred rows to their offsets."""
     rows = [row for row, deferred in enumerate(table.deferred) if deferred is not None]
-    # The state was collected again for this pass, and the shifts belong to the rows that were sent.
+    # The state was collected again for this pass, but the shifts belong to the rows that were sent.
     if [(table.specs[row].name, *(table.deferred[row] or ())) for row in rows] != [
         (name, *rest) for name, _, *rest in lengths.rows
     ]:

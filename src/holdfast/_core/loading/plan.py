@@ -1,4 +1,4 @@
-"""Plan the load of one rank: which rows of its state the checkpoint fills, and with which of its bytes."""
+"""Plan the load of one rank: which rows of its state the checkpoint fills, and from which byte ranges."""
 
 from __future__ import annotations
 
@@ -36,38 +36,39 @@ _KEEP = (
 
 
 class LoadPlan(NamedTuple):
-    """What a rank reads of a checkpoint, and what that fills."""
+    """The reads of one rank, and the leaves that they fill."""
 
     wanted: ShardTable
-    """The rows that are read, with names, shapes and dtypes as they are stored."""
+    """The rows to read, with names, shapes and dtypes as stored."""
     filled: list[int]
-    """Per row of `wanted`, the leaf that it fills."""
+    """For each row of `wanted`, the index of the leaf that it fills."""
     blank: list[torch.Tensor]
-    """Tensors that the checkpoint fills only in part; the rest becomes zero."""
+    """Tensors that the checkpoint fills only in part; the remainder is set to zero."""
     found: Array
-    """Rows of the checkpoint's index that are read, ascending."""
+    """Rows of the checkpoint's index to read, ascending."""
     columns: Columns
-    """The same, as columns."""
+    """The same rows, as columns."""
     reads: ReadPlan
     tied: Tied
-    """Rows of `wanted` whose memory is filled with another row."""
+    """Rows of `wanted` that share memory with another row."""
     lazy: LazyStates
     wholes: dict[int, list[int]]
-    """Leaves of stored objects, and the leaves that are parts of those."""
+    """Leaves that were added for stored objects, each with the leaves whose values are parts of it."""
     numbers: frozenset[int]
-    """Leaves of tensors without dimensions, where the checkpoint has an object."""
+    """Leaves that are 0-dimensional tensors, where the checkpoint has an object."""
     scalars: dict[int, torch.Tensor]
-    """Leaves of numbers, where the checkpoint has a tensor without dimensions, and what it is read into."""
+    """Leaves that are Python numbers, where the checkpoint has a 0-dimensional tensor; each with the tensor
+    that it is read into."""
     counts: dict[int, torch.Tensor]
-    """Rows of `wanted` of tensors without dimensions that have another dtype in the state, and those."""
+    """Rows of `wanted` for 0-dimensional tensors of another dtype than stored, with the state's tensor."""
     tensors: tuple[int, int]
-    """How many tensors are to be filled, and how many of these the checkpoint has, in whatever shape."""
+    """Number of tensors to fill, and how many of these are in the checkpoint, in any shape."""
     absent: tuple[str, ...]
     """Names of the state that the checkpoint lacks."""
     missing: tuple[str, ...]
-    """The same, and an optimizer's that stay without a state."""
+    """`absent`, preceded by the names of optimizer states that the checkpoint lacks."""
     skipped: tuple[str, ...]
-    """Names whose shape differs, which are left as they are."""
+    """Names that were skipped because the stored shape differs."""
     rows_asked: int
     names_stored: int
     step: Any
@@ -76,10 +77,11 @@ class LoadPlan(NamedTuple):
 def plan_load(
     index: Source, request: LoadRequest, leaves: list[Leaf], state: ShardTable, owner: Sequence[int]
 ) -> LoadPlan:
-    """Plan what fills the rows of a state. No data is read: errors are found before the first byte goes into
-    the state.
+    """Plan how the rows of a state are filled. No data is read, so errors are raised before the state is
+    changed.
 
-    leaves: those of states that an optimizer lacks are added. owner: per row, its leaf.
+    leaves: extended by leaves for optimizer states that the optimizer has not created yet. owner: for each
+        row, the index of its leaf.
     """
     table, owners, partly = rows_of(index, state, owner)
     lazy = LazyStates(request.store.url, leaves, owners, table, request.call.participants)
@@ -93,7 +95,7 @@ def plan_load(
                 if isinstance(memory, TensorMemory)
             ]
         )
-    # Create what the state lacks first: it adds rows to the table, which are then filled like others.
+    # Create missing optimizer states first: this adds rows to the table, which are then filled like others.
     lazy.look(index, request.patterns, request.strict, request.cast)
     rows = index.find([spec.name for spec in table.specs])
     of_row = [leaves[leaf] for leaf in owners]
@@ -107,7 +109,7 @@ def plan_load(
         parts = {leaf for some in wholes.values() for leaf in some}
         gone = [row for row in gone if owners[row] not in parts]
     missing, rows_asked = _check_missing(request, index, table, of_row, gone)
-    # Read only this part of the index: of 100,000 tensors a rank mostly wants a few.
+    # Read only this part of the index: of 100,000 tensors a rank usually requests few.
     keep = [row for row in (rows >= 0).nonzero()[0].tolist() if row not in others]
     found, position = np.unique(rows[keep], return_inverse=True)
     columns = index.select(found)
@@ -151,7 +153,7 @@ def plan_load(
     kinds = table.arrays().kind == TENSOR
     absent = kinds & (rows < 0)
     absent[gone] = False
-    # Those that are optional, or parts of a stored object, are neither wanted nor filled.
+    # Absent optional tensors, and parts of a stored object, count neither as wanted nor as filled.
     wants = kinds.sum() - absent.sum()
     return LoadPlan(
         wanted,
@@ -179,8 +181,8 @@ def plan_load(
 def _check_missing(
     request: LoadRequest, index: Source, table: ShardTable, of_row: list[Leaf], gone: list[int]
 ) -> tuple[list[str], int]:
-    """Refuse rows that the checkpoint lacks. Return the names of those that are left out, and how many rows
-    ask for something."""
+    """Raise MissingTensors for rows that the checkpoint lacks, if the load is strict. Return their names, and
+    the number of rows that are not empty containers."""
     empty = [table.specs[row].name for row in gone if of_row[row].is_empty()]
     refuse_empty(request.store.url, empty, index)
     names = list(dict.fromkeys(table.specs[row].name for row in gone if not of_row[row].is_empty()))
@@ -206,8 +208,8 @@ def _check_missing(
 
 
 def _renaming(index: Source, table: ShardTable, gone: list[int], have: list[str]) -> str:
-    """Return the hint about names that are stored under others; "" if no renaming helps, or what is stored
-    there is something else."""
+    """Return a hint to rename missing names; "" if no renaming fits, or if the values under the other names
+    have another kind or shape."""
     missing = {table.specs[row].name: table.specs[row] for row in gone}
     asked = {spec.name for spec in table.specs}
     mapping, fits = renaming([*missing], [name for name in have if name not in asked])
@@ -227,8 +229,8 @@ def _renaming(index: Source, table: ShardTable, gone: list[int], have: list[str]
 
 
 def _quantized(missing: dict[str, Leaf], have: list[str]) -> str:
-    """Return the hint about a tensor that is quantized in the state or in the checkpoint, and plain in the
-    other; "" if none is."""
+    """Return a hint about a tensor that is quantized in either the state or the checkpoint, but not in both;
+    "" if there is none."""
     for name, leaf in missing.items():
         below = [other for other in have if is_dtensor(leaf.value) and other.startswith(f"{name}.")]
         whole = name.rpartition(".")[0]
@@ -275,7 +277,7 @@ def _fit(
     """Return the row that a stored tensor fills. Raises ShapeMismatch if it does not fit."""
     if spec.kind == TENSOR == stored.kind and isinstance(memory, TensorMemory):
         if (cast or leaf.converts) and spec.dtype != stored.dtype:
-            # Read as it is stored and converted on the way in, so never directly into its memory.
+            # Read in the stored dtype and then converted, so never directly into the tensor's memory.
             memory = TensorMemory(memory.tensor, torch_dtype(stored.dtype))
             spec = spec._replace(dtype=stored.dtype)
         if leaf.fits and spec.shape != stored.shape and len(spec.shape) == len(stored.shape):
@@ -296,7 +298,7 @@ def _fit(
 def _overlap(
     spec: TensorSpec, box: Box, memory: TensorMemory, shape: Dims
 ) -> tuple[TensorSpec, Box, TensorMemory]:
-    """Return the part of a shard that a stored tensor of another shape fills; the rest is zeroed."""
+    """Return the part of a shard that a stored tensor of another shape fills; the caller zeroes the rest."""
     nothing = Box((0,) * len(shape), (0,) * len(shape))
     # A row without elements stays: the name counts as found, and nothing is read for it.
     common = box.intersect(whole(shape)) or nothing

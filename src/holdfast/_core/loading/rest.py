@@ -1,5 +1,5 @@
-"""What a load leaves: names of the state that keep their values, and names of the checkpoint that no rank
-asks for. The committer compares what all ranks report, and all ranks are told."""
+"""The rest of a load: names of the state that keep their values, and stored names that no rank requests.
+The committer computes it from the reports of all ranks, and sends it to all ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from holdfast.errors import LoadFailed, MissingTensors
 
 log = logging.getLogger("holdfast")
 TOLD = 10_000
-"""Names that a report lists at most."""
+"""Maximum number of unrequested names in a report."""
 KEPT = 100
-"""Names of a rank that keep their values, of which it tells."""
+"""Maximum number of names with kept values in the report of a rank."""
 
 
 class Stored(NamedTuple):
-    """The names of a checkpoint, for the committer, and whether some rank should ask for one: scales and
-    constants of a published model go with other tensors."""
+    """The names of a checkpoint, for the committer. `counts` tells whether a name should be requested: scales
+    and constants of a published model are read along with other tensors."""
 
     names: Sequence[str]
     counts: Callable[[str], bool]
@@ -35,12 +35,13 @@ class Stored(NamedTuple):
 def compare(
     stored: Stored, reports: dict[int, HaveRead], request: LoadRequest, leaves: Iterable[Leaf]
 ) -> Rest:
-    """Committer: find what a load leaves.
+    """Committer: compute the rest of a load.
 
     leaves: of this rank's state.
 
     Raises MissingTensors if no tensor of the state was filled, and LoadFailed for values that must not be
-    left: weights that `request.may_be_left` refuses, and those of ranks that are gone.
+    left unloaded: weights that `request.may_be_left` refuses, and, if strict, per-rank values of ranks that
+    are not in this load.
     """
     where, names = request.store.url, stored.names
     kept = tuple(dict.fromkeys(name for report in reports.values() for name in report.kept))
@@ -69,7 +70,7 @@ def compare(
             bases[leaf.optional].add(without_rank(leaf.name))
     if request.strict:
         _refuse_gone(where, [name for name in unasked if without_rank(name) in bases[False] - {None}])
-    # Of an optional value those of other ranks may go.
+    # Other ranks' values of an optional per-rank value may be dropped without a report.
     unasked = [name for name in unasked if without_rank(name) not in bases[True] - {None}]
     return Rest(tuple(unasked[:TOLD]), len(unasked), kept[:KEPT])
 
@@ -85,7 +86,8 @@ def _unasked(stored: Stored, reports: dict[int, HaveRead]) -> list[str]:
 
 
 def _refuse_gone(where: str, gone: list[str]) -> None:
-    """Refuse to drop values of ranks that this job does not have, under names that its own ranks have."""
+    """Raise LoadFailed for per-rank values of ranks outside this load, if this rank has a value of the same
+    base name."""
     patterns = sorted({f"{name.partition('@')[0]}@*" for name in gone})
     if gone:
         raise LoadFailed(
@@ -99,17 +101,17 @@ def _refuse_gone(where: str, gone: list[str]) -> None:
 
 
 def renaming(missing: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], int]:
-    """Return what `mapping_that_fits` returns, but for values of one rank: none is to get another's."""
+    """Return `mapping_that_fits`, without per-rank names: no rank may get the value of another one."""
     return mapping_that_fits([name for name in missing if without_rank(name) is None], names)
 
 
 def remedy(mapping: dict[str, str], fits: int, missing: int) -> str:
-    """Say which renaming gives names that a checkpoint does not hold; "" if there is none."""
+    """Return a hint with the `rename` argument that maps stored to missing names; "" if there is none."""
     return f"holdfast.load(rename={mapping!r}) fits {fits} of these {missing} names." if mapping else ""
 
 
 def warn(where: str, rest: Rest, total: int) -> None:
-    """Tell what a load has left, in one line."""
+    """Log the rest of a load as a warning, in one line."""
     sentences = []
     if rest.unasked:
         sentences.append(

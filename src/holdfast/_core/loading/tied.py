@@ -1,5 +1,5 @@
-"""Load into memory that a state has under several names: tied tensors are filled once, and none may be stored
-with other elements than the others."""
+"""Loading of tied tensors: memory that a state has under several names is filled once, and the stored values
+under all of these names must be equal."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ from holdfast.errors import LoadFailed
 
 
 class Tied(NamedTuple):
-    """Rows of which another row has the memory, or a part of it."""
+    """Rows that share memory with another row, in whole or in part."""
 
     rows: frozenset[int]
-    """Those that are not read, because another row fills the same elements."""
+    """Rows that need not be read, because another row fills the same elements."""
     unknown: list[tuple[int, int]]
-    """Those whose stored elements may differ from what another row puts there, and that row."""
+    """Pairs of rows that share memory and whose stored elements may differ; they are compared after the read
+    (`check_same`)."""
 
 
 def rows_read_once(table: ShardTable, position: Array, columns: Columns, where: str) -> Tied:
-    """Return which rows of a load need not be read. position: of each row, its tensor in `columns`.
+    """Return which rows of a load need not be read. position: for each row, the index of its tensor in
+    `columns`.
 
-    Rows that only overlap are all read, but not directly into their memory: what one row reads there would
-    look like damage of another. Raises LoadFailed if other elements are stored under the names of tied rows.
+    Rows that overlap only in part are all read, but not directly into their memory: the bytes of one row
+    would make the digest check of the other fail. Raises LoadFailed if tied rows are stored with different
+    elements.
     """
     begins, ends = _memory_of(table)
-    if not _overlaps(begins, ends):  # mostly
+    if not _overlaps(begins, ends):  # the usual case
         return Tied(frozenset(), [])
     ties = find_ties(table)
     begins[[*ties]] = 0
@@ -57,9 +60,9 @@ def rows_read_once(table: ShardTable, position: Array, columns: Columns, where: 
 
 
 def _memory_of(table: ShardTable) -> tuple[Array, Array]:
-    """Return where the memory of each row begins and ends; 0 if that is not known.
+    """Return the first and end addresses of each row's memory; 0 if unknown.
 
-    Of a tensor whose elements do not lie together, only the first byte counts.
+    For a non-contiguous tensor, only the first byte counts.
     """
     begins = np.asarray([memory.address for memory in table.memory], np.int64)
     ends = begins + table.arrays().nbytes
@@ -73,7 +76,7 @@ def _memory_of(table: ShardTable) -> tuple[Array, Array]:
 
 
 def _overlaps(begins: Array, ends: Array) -> list[tuple[int, int]]:
-    """Return the rows that have memory in common with another row, each with such a row."""
+    """Return pairs of rows whose memory overlaps: each such row, with one that it overlaps."""
     rows = ((begins != 0) & (begins < ends)).nonzero()[0]
     rows = rows[np.argsort(begins[rows], kind="stable")]
     # Of the rows that begin before a row, the one that reaches farthest overlaps it, if any does.
@@ -87,7 +90,7 @@ def _overlaps(begins: Array, ends: Array) -> list[tuple[int, int]]:
 def check_same(
     store: Store, source: Source, table: ShardTable, unknown: list[tuple[int, int]], tick: Callable[[], None]
 ) -> None:
-    """Compare the stored elements of rows with the memory that others have filled, too.
+    """Compare the stored elements of rows with their memory, which other rows have also filled.
 
     Raises LoadFailed if they differ.
     """

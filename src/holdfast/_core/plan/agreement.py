@@ -1,4 +1,4 @@
-"""Check that the rows of all ranks agree: shapes, dtypes, coverage, witnesses, names of the last step."""
+"""Check that the rows of all ranks agree: shapes, dtypes, coverage, witnesses, names of the previous step."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def check_witnesses(names: list[str], rows: RankRows) -> None:
     # Clipped to the chunk: a number out of range must not select a digest of another chunk.
     block = np.minimum(rows.witness_block[part], rows.digest_count[chunk[part]] - 1)
     differ = part[rows.digests[begin[chunk[part]] + block] != rows.witness_digest[part]].tolist()
-    # Once per chunk, however many witnesses it has.
+    # Computed once per chunk, regardless of the number of its witnesses.
     whole: dict[int, int] = {}
     for row in np.flatnonzero(known & (rows.witness_block < 0)).tolist():
         of = int(chunk[row])

@@ -1,4 +1,4 @@
-"""Plan in which runs the blocks with wanted bytes are read, and how their bytes get into the targets. Pure.
+"""Plan the runs in which blocks with wanted bytes are read, and the copies into the targets. Pure.
 
 All pairs of a load are planned together, in arrays: a loop over 100,000 tensors would take too long.
 """
@@ -17,8 +17,8 @@ from holdfast._core.plan.shard_table import RowArrays
 
 
 class Copies(NamedTuple):
-    """Per pair, where its bytes lie in the chunk and in the target: `rows` rows of `row` bytes, at equal
-    distances in both. All in bytes."""
+    """For each pair, the layout of its bytes in the chunk and in the target: `rows` rows of `row` bytes, at
+    equal distances in both. All in bytes."""
 
     start: Array
     """First byte, from the start of the chunk."""
@@ -26,16 +26,16 @@ class Copies(NamedTuple):
     """The byte after the last, from the start of the chunk."""
     row: Array
     rows: Array
-    """0 if they are not at equal distances."""
+    """Number of rows; 0 if they are not at equal distances."""
     step: Array
-    """From one row to the next in the chunk."""
+    """Distance from one row to the next in the chunk."""
     target: Array
     """Address of the first byte; 0 if the target has none."""
     target_step: Array
 
 
 class Runs(NamedTuple):
-    """Consecutive digest blocks of a chunk, which are read at once; by file, then by position in it."""
+    """Runs of consecutive digest blocks of a chunk, each read at once; sorted by file and position."""
 
     chunk: Array
     start: Array
@@ -54,7 +54,7 @@ def widen(values: Array, dims: int, fill: int) -> Array:
 
 
 def plan_copies(columns: Columns, pairs: Overlaps, table: RowArrays, address: Array) -> Copies:
-    """address: of each pair's target, or 0."""
+    """Compute the copies of all pairs. address: of each pair's target, or 0."""
     size, itemsize = pairs.size, table.itemsize[pairs.wanted]
     dims = size.shape[1]
     axis = np.arange(dims)
@@ -107,7 +107,7 @@ def plan_runs(columns: Columns, pairs: Overlaps, copies: Copies, limit: int) -> 
     ]
     pieces += [_touched(columns, pairs, pair) for pair in sparse.nonzero()[0].tolist()]
     pair, low, high = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
-    # In the order of all blocks of all chunks, those that share a block become one.
+    # With blocks numbered over all chunks, merge runs that share a block.
     low, high = low + first[chunk[pair]], high + first[chunk[pair]]
     order = (low < high).nonzero()[0]
     order = order[np.argsort(low[order], kind="stable")]
@@ -130,7 +130,8 @@ def plan_runs(columns: Columns, pairs: Overlaps, copies: Copies, limit: int) -> 
 
 
 def _touched(columns: Columns, pairs: Overlaps, pair: int) -> tuple[Array, Array, Array]:
-    """Return (pair, first block, block after the last) of a pair between whose rows lie unwanted blocks."""
+    """Return (pair, first block, block after the last) for each run of wanted blocks of a pair with unwanted
+    blocks between its rows."""
     chunk, dims = int(pairs.chunk[pair]), pairs.size.shape[1]
     shape = widen(columns.size[chunk : chunk + 1], dims, 1)[0]
     offset = pairs.offset[pair] - widen(columns.offset[chunk : chunk + 1], dims, 0)[0]
@@ -147,7 +148,7 @@ def _last(flags: Array) -> Array:
 
 
 def _strides(shape: Array) -> Array:
-    """Return the elements from one index to the next along each axis of row-major tensors."""
+    """Return the strides of row-major tensors, in elements."""
     strides = np.ones_like(shape)
     strides[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
     return strides

@@ -21,7 +21,7 @@ class ChunkPart(msgspec.Struct, frozen=True):
     """The part of a chunk that a reader needs."""
 
     offset: tuple[int, ...]
-    """Of the wanted part of the chunk's box."""
+    """Offset of the wanted part, a box."""
     shape: tuple[int, ...]
     file: str
     rank: int
@@ -36,7 +36,7 @@ class ChunkPart(msgspec.Struct, frozen=True):
 
 
 def needed(columns: Columns, tensor: int, box: Box) -> tuple[ChunkPart, ...]:
-    """Return what a reader of `box` reads: one part per chunk that shares elements with it."""
+    """Return the parts that a reader of `box` reads: one for each chunk that intersects it."""
     ndim, dims = int(columns.ndim[tensor]), columns.dims
     pairs = overlaps(
         len(columns.names),

@@ -1,7 +1,7 @@
 """Merge the columns of all ranks into one index, after checking that they agree. Pure.
 
-Ranks are added one at a time, so that only numbers stay in memory. Then all ranks are checked at once: each
-name has one shape and dtype, every tensor is covered exactly once, every witness's digest equals the
+Ranks are added one at a time, so that only arrays of numbers stay in memory. Then all are checked at once:
+each name has one shape and dtype, every tensor is covered exactly once, every witness's digest equals the
 writer's, and no name of the previous step is missing.
 """
 
@@ -27,7 +27,7 @@ _UNCHANGED = (
     *("witness_offset", "witness_size", "witness_block", "witness_digest"),
     *("late_axis", "late_lane", "late_position", "late_length", "late_start"),
 )
-"""Columns of a data file that are taken over as they are."""
+"""Columns of a data file that are copied unchanged."""
 
 
 class Merger:
@@ -80,9 +80,9 @@ class Merger:
         return np.where(numbers < 0, -1, numbers + self._deferred_before)
 
     def _place(self, rank: int, columns: Columns) -> Array:
-        """Return the global row of each tensor of a rank. ReplicaMismatch if a name has another meaning
-        here."""
-        # Only names are looped over. Chunks, digests and witnesses are many more, and stay in arrays.
+        """Return the global row of each tensor of a rank. ReplicaMismatch if a name has another shape or
+        dtype here."""
+        # Only names are iterated. Chunks, digests and witnesses are far more, and are handled as arrays.
         rows, specs = self._rows, columns.specs()
         new = {name: spec for name, spec in zip(columns.names, specs, strict=True) if name not in rows}
         rows.update(zip(new, range(len(rows), len(rows) + len(new)), strict=True))
@@ -124,7 +124,7 @@ class Merger:
         check_witnesses(sorted_names, joined)
         tick()
 
-        # All chunks or none: a rank that does not know its offsets when it writes can't compute the sums.
+        # Fingerprints of all chunks or none: a rank with deferred offsets can't compute them when it writes.
         summed = order if len(joined.fingerprint_first) == len(order) else order[:0]
         return Columns(
             names=sorted_names,

@@ -19,7 +19,7 @@ from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import Dims
 
 DIRECT = 32
-"""All pairs of a tensor are compared if they are at most this many times its boxes."""
+"""All pairs of boxes of a tensor are compared directly if there are at most DIRECT pairs per box."""
 
 
 class Overlaps(NamedTuple):

@@ -20,7 +20,8 @@ from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import Replica
 
 WRITERS = 64
-"""Replicas of a shard that write. A load opens the file of each, and metadata servers charge for all."""
+"""Maximum number of replicas that write a shard. A load opens a file of each; every file costs metadata
+operations."""
 
 
 def spread(count: int) -> tuple[int, int]:
@@ -73,7 +74,7 @@ def shares(
     first = first_writer(name, box, count) // distance
 
     def of_writer(index: int) -> int:
-        """Return the number of the piece that a replica writes; -1 if it is no writer."""
+        """Return the number of the piece that a replica writes; -1 if it is not a writer."""
         writer, between = divmod(index % count, distance)
         return -1 if between or writer >= writers else (writer - first) % writers
 

@@ -1,4 +1,4 @@
-"""Plan which boxes one rank writes, and of which it only sends a digest, as a witness. Pure.
+"""Plan which boxes one rank writes, and which it witnesses (it only sends a digest of them). Pure.
 
 Planning looks only at this rank's shards, so it costs O(own shards) in any world.
 """

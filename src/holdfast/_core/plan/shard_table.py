@@ -1,4 +1,4 @@
-"""The shard table: what one rank holds, as parallel lists. Planning starts from it. No torch here."""
+"""The shard table: the shards of one rank as parallel lists, the input of planning. No torch here."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ShardTable:
     deferred: list[DeferredOffset | None] = field(default_factory=list)
     """The position of a shard whose offset depends on the lengths of the others on its shard line."""
     tied: dict[int, int] = field(default_factory=dict)
-    """Rows that a save does not write, because another row has the same memory, and that row."""
+    """Rows that a save does not write because they are tied, each with the row that has the same memory."""
     _arrays: RowArrays | None = None
 
     def add(
@@ -80,7 +80,7 @@ class ShardTable:
         replicas: Iterable[Replica | None],
         memory: Iterable[Memory],
     ) -> None:
-        """Add unsharded tensors. boxes: those of whole tensors."""
+        """Add unsharded tensors. boxes: the whole tensors, as boxes."""
         # Mapped, because `TensorSpec(...)` calls Python code for each row.
         self.specs += map(_SPEC, zip(names, dtypes, [box.shape for box in boxes], repeat(TENSOR)))
         self.boxes += boxes
@@ -110,7 +110,7 @@ class ShardTable:
         )
 
     def put(self, row: int, spec: TensorSpec, box: Box, memory: Memory) -> None:
-        """Replace what a row stands for."""
+        """Replace the spec, box and memory of a row."""
         self.specs[row], self.boxes[row], self.memory[row] = spec, box, memory
         self._arrays = None
 
@@ -118,9 +118,9 @@ class ShardTable:
         return len(self.specs)
 
     def check(self) -> None:
-        """Raise BadInput if a name is no text, if it stands for two tensors, or if a box lies outside its
-        tensor."""
-        # Checked here, on the rank that is wrong; at the commit it would be a disagreement between ranks.
+        """Raise BadInput if a name is not valid text, if two tensors have the same name, or if a box lies
+        outside its tensor."""
+        # Checked here, on the faulty rank; at the commit it would look like a disagreement between ranks.
         of_name = {spec.name: spec for spec in reversed(self.specs)}
         try:
             "".join(of_name).encode()
@@ -225,7 +225,7 @@ class PlannedRows(NamedTuple):
 
 
 class SavePlan(NamedTuple):
-    """What this rank writes, and what it witnesses. Boxes are padded to `dims` dimensions."""
+    """The chunks that this rank writes, and its witnesses. Boxes are padded to `dims` dimensions."""
 
     dims: int
     chunks: PlannedRows

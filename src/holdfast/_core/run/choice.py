@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: its own newest step, or what it starts from while it has none."""
+"""Choose the checkpoint to resume from: the run's newest step or, if it has none, its start checkpoint."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Found(NamedTuple):
     """A checkpoint to load."""
 
     step: int | None
-    """None: its folder has no number."""
+    """None if its folder has no number."""
     store: Store
     is_own: bool
-    """Whether it is one of this run."""
+    """Whether it is a step of this run."""
 
 
 def agree_on_newest(run: Store, source: Store | None, call: Call, rejected: tuple[int, ...]) -> Found | None:
-    """Return the newest committed step of a run as the lowest participant sees it, but none of `rejected`; or
-    what the run starts from, if it has no step; or None. On all ranks.
+    """Return the newest committed step of a run, as seen by the lowest participant, except those in
+    `rejected`. If the run has no step, return its start checkpoint, or None. Equal on all ranks.
 
-    source: another run, or one checkpoint.
+    source: the start checkpoint, or another run.
     """
 
     def newest(answers: dict[int, Json]) -> tuple[int | None, str, bool] | None:
@@ -55,7 +55,7 @@ def agree_on_newest(run: Store, source: Store | None, call: Call, rejected: tupl
             return step, folder, False
         return step_of(os.path.basename(source.url)), "", False
 
-    # The place holds the rejected steps: ranks that have rejected different ones must not meet here.
+    # The key includes the rejected steps: ranks with different rejected steps must not join one call.
     title = f"choice of the newest step in {run.url}"
     mine = None if source is None else source.url
     found: list[Json] | None = agree(title, f"{run.url}|{rejected}", newest, call, mine)

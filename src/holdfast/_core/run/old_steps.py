@@ -1,4 +1,4 @@
-"""The steps of a run that a rule keeps or gives up, by what their indexes say."""
+"""Retention of a run's steps, by facts that are read once from their indexes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class OldSteps:
         self.damaged: set[int] = set()
         """Steps that a load found damaged."""
         self._facts: dict[str, StepFacts] = {}
-        """What the indexes of folders say, so that each is read once."""
+        """Cache of facts by folder, so that each index is read once."""
         self._passed: set[str] = set()
-        """Folders that were found to be no step of ours, so that not each save looks at all of them again."""
+        """Cache of folders that are not steps of this run, so that not every save examines them again."""
 
     def best(self) -> int | None:
-        """Return the step with the best metric; None if none has it."""
+        """Return the step with the best metric; None if no step has the metric."""
         return self.rules.best_step([self._read(*found) for found in own_steps(self.store).items()])
 
     def retire(self, step: int, folder: str) -> None:
-        """Remove the steps that no rule keeps, the one just saved, in `folder`, never among them."""
+        """Remove the steps that no rule keeps, except the step just saved, in `folder`."""
         with self.tidying:
             self.damaged.discard(step)  # it was saved again
             self._passed.discard(folder)
@@ -40,11 +40,11 @@ class OldSteps:
                 self.forget(name)
 
     def forget(self, folder: str) -> None:
-        """Forget what the index of a folder has said."""
+        """Drop the cached facts of a folder."""
         self._facts.pop(folder, None)
 
     def _read(self, step: int, folder: str) -> StepFacts:
-        """Return what the index of a step says; of one that can't be read, that nothing is known."""
+        """Read the facts from a step's index; all unknown if it can't be read."""
         try:
             with open_index(self.store.child(folder)) as index:
                 return facts_of(step, index.about)
@@ -53,6 +53,6 @@ class OldSteps:
 
     def _read_once(self, step: int, folder: str) -> StepFacts:
         facts = self._facts.get(folder) or self._read(step, folder)
-        if facts != StepFacts(step):  # the next look may succeed
+        if facts != StepFacts(step):  # unknown facts are not cached: the next read may succeed
             self._facts[folder] = facts
         return facts

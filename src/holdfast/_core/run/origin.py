@@ -1,5 +1,5 @@
-"""Where the state of a run comes from: a run that goes back to an older step is followed, and not the steps
-that it has left behind."""
+"""The origin of a run's state: after a run has gone back to an older step, the later steps that it had count
+as left behind."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ log = logging.getLogger("holdfast")
 
 
 class Origin:
-    """The step that a run was restored from, None for none. It counts until a save is committed."""
+    """The step that a run was restored from; None if there is none. It applies until a save is committed."""
 
     def __init__(self, step: int | None = None) -> None:
         self.step = step
         self._above: dict[int, tuple[str, str]] | None = None
-        """The committed steps above it, before any save: their folders and versions."""
+        """The committed steps above it before the first save, with their folders and versions."""
         self._warned = False
 
     def follow(self, store: Store, step: int) -> None:
-        """Before a commit: if the step is not below the restored one, and not above all that are committed,
-        the run has gone back. Then those above the restored one are left behind.
+        """Called before the commit of a step. If the step is not below the restored step, but not above all
+        committed steps, the run has gone back: the committed steps above the restored one are left behind.
 
-        A step above all others proves nothing: the restored one may have been loaded for a comparison.
+        A step above all others proves nothing: the older step may have been loaded for a comparison.
         """
         if self._above is None:
             found = steps_above(store, step if self.step is None else self.step)

@@ -1,6 +1,6 @@
-"""Which job saves into a run folder: a lease in a small file, so that a second job gets an error.
+"""The lease of a run folder: a small file names the job that saves there, so that a second job gets an error.
 
-Two jobs that save steps into one run folder would delete each other's, as `keep=` removes old steps. So the
+Two jobs that save into one run folder would delete each other's steps, as `keep=` removes old steps. So the
 committer writes its job's name into the folder before its first save, renews the file every few seconds, and
 checks before each commit, and before it removes a step, that the folder is still its own.
 
@@ -8,10 +8,10 @@ Another job takes the folder over at once if it is known that the owner has ende
 `Checkpoints`, its process is gone from this host, or it was an earlier start of the same job. If that is not
 known, the other job waits until the file has not changed for a while. Clocks of hosts are not compared.
 
-An owner that was taken over gets an error at every later save, and removes nothing any more, until it closes
-its `Checkpoints` and makes a new one. So a job that has taken the folder from an owner that may be alive does
-not delete the file when it closes: the file then says who had the folder last. A file that is gone was
-removed by hand: that is no proof of a takeover, and the owner goes on with a warning.
+An owner whose folder was taken over gets an error at every later save, and removes no more steps, until it
+closes its `Checkpoints` and creates a new one. So a job that has taken the folder from an owner that may be
+alive does not delete the file when it closes: the file then names the last owner. A missing file was removed
+by hand: that is no proof of a takeover, and the owner goes on with a warning.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Owner(msgspec.Struct, frozen=True):
     started: str
     """By the kernel's clock; distinguishes a later process with the same pid."""
     since: float
-    """Wall-clock seconds, for people."""
+    """Wall-clock seconds, for messages."""
     beat: int
     took: bool = False
-    """Whether it, or one before it, took the folder from an owner that was not known to have ended."""
+    """Whether this owner, or an earlier one, took the folder from an owner not known to have ended."""
     ended: bool = False
     """Whether it has released the folder."""
     version: str = ""
@@ -93,13 +93,12 @@ class Lease:
         code."""
 
     def hold(self, user: object, job: str, rank: int, takeover: bool, tick: Callable[[], None]) -> None:
-        """Make sure that the folder is this job's. Raises Conflict if another job has it, or has taken it
-        over.
+        """Acquire or confirm the lease. Raises Conflict if another job has the folder, or has taken it over.
 
         user: an object that needs the folder until `leave`, or until it is garbage-collected.
-        takeover: take it without waiting from an owner that is alive, or not known to have ended; but not
-            again from one that has taken it from this user.
-        tick: called again and again while this waits.
+        takeover: take the folder without waiting from an owner that is alive, or not known to have ended; but
+            not from an owner that has taken it from this user.
+        tick: called repeatedly while this waits.
         """
         with self._lock:
             is_new, alone = user not in self._users, not self._users
@@ -110,7 +109,7 @@ class Lease:
             owner, tail = self._read()
             if self._mine is not None and _is_ours(owner):
                 return
-            # This process had the folder. A user that came after it was lost does not go on from before.
+            # This process had the folder. A user created after the loss does not continue that lease.
             if self._mine is not None and not (is_new and (alone or takeover)):
                 self._check_lost(owner, job)
             self._mine = None
@@ -140,7 +139,8 @@ class Lease:
             self._thread.join(1.0)
 
     def _check_lost(self, owner: Owner | None, job: str) -> None:
-        """Raise Conflict if another job has taken the folder from this process, also if it has ended."""
+        """Raise Conflict if another job has taken the folder from this process, even if that job has
+        ended."""
         if owner is None:
             log.warning(
                 "%s/%s, which names the job that saves there, is gone or damaged. Whether another job has "
@@ -164,7 +164,7 @@ class Lease:
             owner, tail = self._read()
             if not _is_ours(owner):
                 return
-            if mine is not None and mine.took:  # who had it before may be alive, and must not find it free
+            if mine is not None and mine.took:  # the previous owner may be alive, and must not find it free
                 self._publish(msgspec.structs.replace(mine, ended=True), tail)
             else:
                 self.store.delete(OWNER)
@@ -211,7 +211,7 @@ class Lease:
                     log.warning("The owner of %s could not be written: %s", self.store.url, error)
 
     def _read(self) -> tuple[Owner | None, bytes | None]:
-        """Read the owner and the version of the file; a damaged file belongs to nobody."""
+        """Read the owner and the version of the file; a damaged file has no owner."""
         try:
             reader = self.store.open(OWNER)
         except NotFound:
@@ -267,7 +267,7 @@ def _may_take(owner: Owner, job: str, url: str) -> bool:
     if owner.job == job or owner.ended:
         return True
     alive = _lives(owner)
-    if alive:  # whatever its name is: two jobs can have the same
+    if alive:  # regardless of the name: two jobs can have the same
         raise _refusal(owner, url)
     # torchrun and Slurm end one start of a job before they begin the next.
     return alive is False or bool(owner.name and owner.name == env.job and owner.restarts < env.restarts)
@@ -280,8 +280,8 @@ def _lives(owner: Owner) -> bool | None:
         return None
     me = this_process(0)
     if (who.pid, who.started) == (me.pid, me.started):
-        # `exec` keeps pid and start time, and a fork has another pid: so unless the owner is this program, it
-        # is the one that this process ran before.
+        # This process: `exec` keeps pid and start time (a fork has another pid), so an owner with another
+        # `process` value is the program that this process ran before `exec`.
         return owner.process == _PROCESS
     return bool(who.state())
 
@@ -308,16 +308,16 @@ def lease_of(store: Store) -> Lease:
 
 
 def _give_back() -> None:
-    """Release all leases at the end of the process, as far as storage answers."""
+    """Release all leases at process exit, if storage responds."""
     for lease in list(_leases.values()):
         for user in list(lease._users):
             with suppress(HoldfastError):
-                # Storage may not answer, but the process must be able to end.
+                # Storage may hang, but the process must be able to end.
                 within(5.0, f"giving back {lease.store.url}", partial(lease.leave, user))
 
 
 def _forked() -> None:
-    """Forget all leases in a fork, which holds none."""
+    """Drop all leases in a fork: it does not hold them."""
     global _PROCESS
     _PROCESS = secrets.token_hex(8)
     for lease in _leases.values():  # a thread of the parent may hold the lock

@@ -156,7 +156,7 @@ class Preemption:
                 message = self._roster.claim(key, mine) if wanted else self._roster.get([key])[0]
                 lost_since = None
             except RosterLost as error:
-                # Who wants to stop must know; others can train on, and hear of it when the store is there.
+                # A rank that wants to stop must raise; others can go on training until the store responds.
                 if wanted or is_foreign(error) or error.details.get("destroyed"):
                     raise
                 lost_since = lost_since or time.monotonic()

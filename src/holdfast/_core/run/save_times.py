@@ -1,4 +1,4 @@
-"""Which steps are saved: one in every so many, or the next one after so much time, the same on all ranks."""
+"""`save_every`: which steps are due to be saved, by number of steps or by time, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from holdfast.errors import RosterLost
 
 log = logging.getLogger("holdfast")
 POLL = 0.5
-"""Seconds between two looks whether the run was closed, while the committer's time is waited for."""
+"""Poll interval in seconds: checks whether the run was closed, while waiting for the committer's signal."""
 LOST = 30.0
-"""Seconds for which the message store may be gone before the next question raises that."""
+"""Seconds without the message store after which the next call of `due` raises the error."""
 GRACE = 5.0
-"""Seconds that `close` waits for ranks that are choosing a step."""
+"""Timeout in seconds of `close` waiting for ranks that are choosing a step."""
 _rounds: WeakKeyDictionary[Roster, Counter[str]] = WeakKeyDictionary()
-"""How many times of a run a roster has waited for already: the same on all ranks. What says that one is up
-stays in the roster."""
+"""Number of waits per run and roster, equal on all ranks; part of the message key, because the message that
+ends a wait stays in the roster."""
 
 
 class SaveTimes:
-    """Answers `due(step)`, which all ranks ask in the same order, once for each step of their loop.
+    """Implements `due(step)`, which all ranks call in the same order, once for each step of their loop.
 
-    With a timedelta, the clock of the committer (the lowest participant) alone says when time is up. On each
-    rank a thread learns of it, and the ranks agree on the step by messages that no training step waits for.
+    With a timedelta, only the clock of the committer (the lowest participant) counts. A thread on each rank
+    receives its signal, and the ranks agree on the step by messages that no training step waits for.
     """
 
     def __init__(self, every: int | timedelta | None, place: str, begin: Callable[[], Call]) -> None:
-        """place: names the run among all that the ranks agree on. begin: makes a call of all participants."""
+        """place: identifies the run in messages between ranks. begin: creates a call of all participants."""
         check_interval("save_every", every)
         self._every, self._place, self._begin = every, place, begin
         self._asked: tuple[int, bool] | None = None
         self._questions = 0
-        """Steps that were asked for since the last save was due."""
+        """Number of steps queried since the last save was due."""
         self._ended: TimeIsUp | None = None
-        """The word of a rank that has closed its run before the others."""
+        """The message of a rank that has closed its run before the others."""
         self._consensus: StepConsensus | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
 
     def due(self, step: int) -> bool:
-        """Return whether this step is to be saved. The last step may be asked for again."""
+        """Return whether this step is to be saved. The last step may be queried again."""
         if isinstance(self._every, int):
             return step % self._every == 0
         if self._every is None:
@@ -74,7 +74,7 @@ class SaveTimes:
 
     def _tell(self) -> None:
         """Warn, once, if another rank has closed the run and this one goes on: saves need all ranks."""
-        # A rank that is only a little slower asks for no step that the other one has not asked for.
+        # A rank that is merely slower never queries more steps than the other rank has queried.
         if self._ended is not None and self._questions > self._ended.asked:
             rank, steps = self._ended.rank, self._ended.asked
             self._ended = None
@@ -87,7 +87,7 @@ class SaveTimes:
             )
 
     def close(self) -> None:
-        """Stop the clock; the next question starts it again. Waits until no rank waits for this one."""
+        """Stop the clock; the next call of `due` restarts it. Waits until no rank waits for this one."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(GRACE)
@@ -108,17 +108,17 @@ class SaveTimes:
             try:
                 self._learn(call, number, closed, consensus)
             except Exception as error:
-                # Nobody else tells of it: no step would be due any more.
+                # Otherwise the error would be lost, and no step would be due any more.
                 consensus.fail(error)
 
-        # The thread first: without it the next question must ask for one again.
+        # Start the thread first, so that the new consensus is not set without a thread that drives it.
         self._consensus, self._thread = None, start_thread(wait, "holdfast-save-every", call.rank)
         self._consensus = consensus
 
     def _learn(self, call: Call, number: int, closed: threading.Event, consensus: StepConsensus) -> None:
-        """Wait for the committer's word that time is up, or give it, and propose the step to save.
+        """Wait for the committer's signal that time is up (or send it), and propose the step to save.
 
-        Raises RosterLost if the message store is gone for `LOST` seconds, or a stranger has written there.
+        Raises RosterLost if the message store is gone for `LOST` seconds, or has foreign messages.
         """
         roster, lost_since = call.roster, None
         while True:
@@ -127,19 +127,19 @@ class SaveTimes:
                 while call.rank != call.participants[0] and not closed.is_set():
                     if roster.wait(key, POLL):
                         break
-                # The first word counts: after a rank has closed, time is up for nobody; if it was up before,
-                # that rank still has to answer.
+                # The first message counts: after a rank has closed, no step becomes due; if time was up
+                # before, that rank still has to take part.
                 mine = TimeIsUp(not closed.is_set(), call.rank, self._questions)
                 word = from_roster(roster.claim(key, to_message(mine)), TimeIsUp)
                 break
             except RosterLost as error:
                 lost_since = lost_since or time.monotonic()
                 is_over = is_foreign(error) or error.details.get("destroyed")
-                if closed.is_set():  # then nobody asks any more
+                if closed.is_set():  # then `due` is no longer called
                     return
                 if is_over or time.monotonic() - lost_since >= LOST:
                     raise
-                closed.wait(POLL)  # the end of the job may be near, and the rank with the store be first
+                closed.wait(POLL)  # the job may be ending, and the host of the store may have ended first
         if word.due:
             consensus.propose()
         elif not closed.is_set():

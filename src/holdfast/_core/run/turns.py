@@ -1,4 +1,4 @@
-"""Threads that share a run folder's object take turns: a call of one waits for that of another."""
+"""Serialize the calls of threads that share a run folder's object."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from holdfast._core.background.queue import SaveQueue
 
 
 class Shared(Protocol):
-    """An object whose calls take turns."""
+    """An object whose calls are serialized."""
 
     _calls: threading.RLock
-    """Held by a call."""
+    """Held during a call."""
     _queue: SaveQueue
 
 
@@ -24,13 +24,13 @@ S = TypeVar("S", bound=Shared)
 
 
 def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Make a method wait for other threads that are in such methods of the same object. Each of them ends by
-    its own deadline."""
+    """Make a method wait for other threads in such methods of the same object; each of these calls is bounded
+    by its own deadline."""
 
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        # The thread that holds the lock may be one of the parent's; and a callback, which runs on a thread of
-        # Holdfast's, may be called by the very call that holds it.
+        # Without the lock in a fork, where it may be held by a thread of the parent; and in callbacks, which
+        # run on Holdfast's threads, possibly on behalf of the call that holds it.
         ours = threading.current_thread().name.startswith("holdfast-")
         if ours or self._queue.is_of_another_process():
             return method(self, *args, **kwargs)

@@ -93,9 +93,9 @@ class Pieces(NamedTuple):
     """The parts of a local tensor, and their boxes in the global one."""
 
     shape: Dims
-    """Of the local tensor."""
+    """Shape of the local tensor."""
     parts: tuple[tuple[tuple[slice, ...], Box], ...]
-    """Of each part, the slices of the local tensor and the box in the global one."""
+    """For each part, its slices in the local tensor and its box in the global tensor."""
     begin: Dims
     """Along each axis, the offset of the first run."""
     runs: Dims
@@ -104,7 +104,7 @@ class Pieces(NamedTuple):
 
 @lru_cache(maxsize=4096)  # the layers of a model are alike
 def pieces(shape: Dims, cuts: tuple[Cuts, ...]) -> Pieces:
-    """Return what a rank holds of a tensor of `shape`. `cuts`: those of each dimension, as in
+    """Return the pieces that a rank holds of a tensor of `shape`. `cuts`: for each dimension, as in
     `local_runs`."""
     runs = [local_runs(size, cut) for size, cut in zip(shape, cuts, strict=True)]
     starts = [list(itertools.accumulate([0, *(length for _, length in axis)])) for axis in runs]
@@ -153,7 +153,7 @@ class _Layout(NamedTuple):
     """How a mesh cuts tensors of some number of dimensions, as this rank sees it."""
 
     cuts: tuple[Cuts, ...]
-    """Of each tensor dimension."""
+    """For each tensor dimension."""
     replica: tuple[int, int]
     """(index, count) over the replicated mesh dimensions."""
     stand: tuple[tuple[int, int], ...]
@@ -242,7 +242,7 @@ def add_dtensor(
     if wrapped:
         _add_wrapped(table, name, value, layout, declared, undeclared)
         return
-    # Of a part, if there are parts: the wrapper around them has no memory and would be refused.
+    # If there are parts, pass one: `spec_of` would refuse the wrapper, which has no memory.
     spec = spec_of(name, parts[0][1] if parts else local, value.shape)
     if parts is not None:
         for box, part in parts:
@@ -278,7 +278,7 @@ def _parts(name: str, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | N
     """Return the parts of a local tensor that consists of several, and their boxes; None if it has memory
     itself."""
     if not hasattr(local, GET_SHARD):
-        # Of a plain one without memory `spec_of` says that it was freed.
+        # For a plain tensor without memory, `spec_of` raises the error that it was freed.
         if has_memory(local) or type(local) is torch.Tensor or local.device.type == "meta":
             return None
         raise BadInput(

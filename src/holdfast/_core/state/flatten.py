@@ -1,4 +1,4 @@
-"""A user's nested state as named leaves, and loaded values back into it.
+"""Convert a user's nested state to named leaves, and put loaded values back into it.
 
 Dicts are always walked, lists, tuples and dataclasses only if they contain tensors. The path, joined by
 dots, is the name. A value with `state_dict` and `load_state_dict` is walked as its state; a load gives that
@@ -96,8 +96,8 @@ def _walk(
         value.look_again()
     if isinstance(value, torch.Tensor):
         _walk_tensor(value, name, put, flat, private)
-    # Before Mapping, which it is, too. The names in an empty one are not known yet, and a nested one needs a
-    # description of its structure. Both are one leaf here, and are split later.
+    # Checked before Mapping, because a ParameterState is one. The names in an empty state are not known yet,
+    # and a nested state needs a description of its structure. Both are one leaf here, and are split later.
     elif isinstance(value, ParameterState) and (not value or is_nested(value, value.parameter)):
         flat.containers[name] = str
         leaves.append(Leaf(name, value, value.fill, private=private))
@@ -241,7 +241,7 @@ def _walk_items(
             rest = Rest(item.update)
             flat.leaves.append(Leaf(join(name, position), rest, rest.fill, private=private))
         _walk(item, join(name, position), set_item, flat, rank, private)
-    if isinstance(value, tuple):  # it can't be filled, so another one takes its place
+    if isinstance(value, tuple):  # a tuple can't be changed, so it is replaced
         flat.after.append((flat.leaves[first:], lambda: _put_tuple(value, items, put)))
 
 
@@ -384,13 +384,13 @@ def _add(table: ShardTable, leaf: Leaf, everyone: tuple[int, ...], alone: bool, 
     elif isinstance(value, Part):
         table.add(value.spec, value.box, value.replica, value.spec.kind == OBJECT, value.memory)
     else:
-        # A load learns the length from the checkpoint, and makes room then.
+        # In a load the length is read from the checkpoint, and memory is allocated then.
         part = Part.object(name, b"" if for_load else objects.encode(value, name))
         table.add(part.spec, part.box, undeclared, True, part.memory)
 
 
 def _make_memory(leaf: Leaf) -> None:
-    """Replace a tensor on the meta device by one with memory, which takes its place once it is filled."""
+    """Give a leaf on the meta device a tensor with memory, which replaces the value after it is filled."""
     value = leaf.value
     if is_meta(value):
         leaf.value, leaf.made = materialize(leaf.name, value, leaf.put is _fixed), True

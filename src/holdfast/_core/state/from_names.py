@@ -1,8 +1,8 @@
 """Build nested values from the names of their parts alone, as torch DCP leaves them.
 
-DCP saves each value of a list with dicts or lists in it by itself: `param_groups` as `param_groups.0.lr` and
-so on. The value that is there already tells what names don't: a number from a text, a dot in a key from the
-next key. Where none is there, keys that are numbers from 0 on without a gap make a list.
+DCP saves each value of a list of dicts or lists separately: `param_groups` as `param_groups.0.lr` and so on.
+The present value resolves ambiguous names: whether a key is a number or text, and whether a dot is part of a
+key or separates two. Without a present value, consecutive numeric keys from 0 on become a list.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from copy import copy
 
 _DEEPEST = 64
-"""Containers in one another that a list may be of."""
+"""Maximum nesting depth of a list."""
 
 
 def are_of_a_list(paths: list[str], present: list[object]) -> bool:
-    """Return whether paths are those of a list with dicts or lists in it, as DCP splits no other: `0.lr`,
-    `0.betas`, `1.lr`. No number is left out but those of present items that have no parts."""
+    """Return whether paths (`0.lr`, `0.betas`, `1.lr`) are those of a list of dicts or lists, the only kind
+    of list that DCP splits. Numbers must be consecutive, except for present items without parts."""
     numbers = {path.partition(".")[0] for path in paths}
     depth = max((path.count(".") for path in paths), default=0)
     if not all(map(str.isdecimal, numbers)) or not 1 <= depth <= _DEEPEST:
@@ -27,14 +27,14 @@ def are_of_a_list(paths: list[str], present: list[object]) -> bool:
 
 
 def joined(parts: Mapping[str, object], present: object) -> object:
-    """Build the value with these parts, by their paths below it.
+    """Build a value from its parts, given by their paths within it.
 
-    present: the value in whose place it comes, or None. What has no parts in it stays.
+    present: the value to be replaced, or None. Its items for which DCP stores nothing are kept.
     """
     known = {str(key): (key, value) for key, value in present.items()} if isinstance(present, Mapping) else {}
     below: dict[str, dict[str, object]] = {}
     for path, part in parts.items():
-        # The longest: all are beginnings of one path.
+        # max is the longest key: all candidates are prefixes of one path.
         key = max((key for key in parents_of(path, 0) if key in known), default=path.partition(".")[0])
         # A path below that of another part is one key.
         key = path if key in parts and key not in known else key
@@ -50,7 +50,7 @@ def joined(parts: Mapping[str, object], present: object) -> object:
         return [items[index] for index in sorted(items)]
     made: MutableMapping[object, object] = {}
     if isinstance(present, MutableMapping):
-        made = copy(present)  # of its class: a Counter
+        made = copy(present)  # keeps the class, such as Counter
         made.clear()
     made.update({key: value for key, value in known.values() if _has_no_parts(value)})
     is_numbered &= all(type(key) is int for key, _ in known.values())
@@ -65,7 +65,7 @@ def _value(parts: Mapping[str, object], present: object) -> object:
 
 
 def _has_no_parts(value: object) -> bool:
-    """Return whether torch DCP stores nothing of a value: empty dicts, and containers of nothing else."""
+    """Return whether torch DCP stores nothing for a value: an empty dict, or a container of such values."""
     if isinstance(value, Mapping):
         return all(map(_has_no_parts, value.values()))
     return isinstance(value, list) and bool(value) and all(map(_has_no_parts, value))

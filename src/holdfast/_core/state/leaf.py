@@ -13,15 +13,15 @@ from holdfast._core.state.live import LiveSource
 
 
 class Rule(NamedTuple):
-    """How the value of this rank is made from other ranks' values (`PerRank(merge=)`)."""
+    """A merge rule (`PerRank(merge=)`): computes the value of this rank from other ranks' values."""
 
     name: str
-    """With this rank in it."""
+    """Name of the value, including this rank (`name@rank`)."""
     merge: Callable[[Mapping[int, Any]], Any]
     value: object
     """The present value."""
     states: Mapping[int, object]
-    """The states of stateful values in it, by the `id` of each value."""
+    """The states of stateful values within `value`, by the `id` of each."""
 
 
 @dataclass(slots=True)
@@ -35,18 +35,18 @@ class Leaf:
     private: bool = False
     """Whether it belongs to this rank (PerRank): no other rank holds the name."""
     rule: Rule | None = None
-    """What makes it, together with the other leaves of this rule, if it was saved by other ranks."""
+    """The rule that computes this leaf, together with the rule's other leaves, if other ranks saved it."""
     converts: bool = False
     """Whether a load converts another dtype to this tensor's, as torch DCP and Megatron do."""
     fits: bool = False
     """Whether a load fills the overlap of the stored shape and this tensor's, and zeroes the rest: for a
     vocabulary that is padded differently."""
     source: LiveSource | None = None
-    """If its container is live: notified once a load has filled it."""
+    """The source of its container, if that is live; notified after a load has filled the leaf."""
     outer: torch.Tensor | None = None
     """The wrapper tensor that this one is a part of."""
     patterns: Patterns = (None, None)
-    """If it is an optimizer's state: which parts of it are selected."""
+    """For an optimizer state: the patterns that select its parts."""
     made: bool = False
     """Whether a load has created its tensor, to replace one on the meta device."""
 
@@ -62,13 +62,13 @@ class Flat:
     containers: dict[str, type[str] | type[int]] = field(default_factory=dict)
     """The dicts and lists that were walked, by name: whether their parts have names or numbers."""
     states: dict[int, object] = field(default_factory=dict)
-    """What stateful values have returned as their states, by the `id` of each value."""
+    """The states that stateful values have returned, by the `id` of each value."""
     after: list[tuple[list[Leaf], Callable[[], None]]] = field(default_factory=list)
-    """To call after everything is loaded: load_state_dict of stateful values, innermost first, each with the
-    leaves of its value."""
+    """Functions to call after everything is loaded: load_state_dict of stateful values, innermost first, each
+    with the leaves of its value."""
 
     def path(self, name: str) -> tuple[str | int, ...]:
-        """Return the keys that lead to a name; one only, if its container is unknown here."""
+        """Return the path of keys to a name; a single key if its container was not walked here."""
         end = len(name)
         while (end := name.rfind(".", 0, end)) >= 0:
             if (kind := self.containers.get(name[:end])) is not None:

@@ -37,7 +37,7 @@ def renew(target: MutableMapping[K, V], fresh: Mapping[K, V], last: dict[K, V]) 
     """Put fresh values into a dict. `last` has the values that were put there the last time; all others are
     the user's."""
     for key in [key for key in last if key not in fresh]:
-        # The source has it no more. A value that the user has put in its place stays.
+        # The source no longer has this key. A value that the user has put in its place stays.
         if target.get(key, _GONE) is last.pop(key):
             del target[key]
     for key, value in fresh.items():
@@ -57,8 +57,8 @@ def zeros(key: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
 
 
 class Rest:
-    """The names that a checkpoint has under a prefix, and the state has not. A load creates those whose keys
-    `takes` accepts, and passes them to `fill`."""
+    """A placeholder for names under a prefix that are in the checkpoint but not in the state. A load creates
+    values for the keys that `takes` accepts, and passes them to `fill`."""
 
     __slots__ = ("fill", "make", "parameter", "takes")
 
@@ -74,7 +74,7 @@ class Rest:
 
 
 class OpenDict(dict[Any, object]):
-    """A dict that also gets from a checkpoint the keys that it lacks, if `takes` accepts them."""
+    """A dict to which a load adds missing keys that the checkpoint has, if `takes` accepts them."""
 
     __slots__ = ("takes",)
 
@@ -83,12 +83,13 @@ class OpenDict(dict[Any, object]):
         self.takes = takes
 
     def rest(self) -> list[tuple[str, Rest]]:
-        """Return the path to it from here, and its Rest."""
+        """Return the placeholder for its missing keys, with its path relative to this dict."""
         return [("", Rest(self.update, takes=self.takes))]
 
 
 class LiveDict(dict[Any, object]):
-    """A dict of the values that `fetch` returns. `rest` says what else a load may put into it, and where."""
+    """A dict of the values that `fetch` returns. `rest` returns placeholders for further values that a load
+    may add, each with its path."""
 
     __slots__ = ("_fetch", "_last", "rest", "source")
 
@@ -146,7 +147,7 @@ class ParameterState(LiveDict):
 
     def fill(self, loaded: StateDict) -> None:
         """Replace the present state by a loaded one."""
-        # The object stays the same, so everybody who has it sees the loaded values.
+        # The object stays the same, so all references to it see the loaded values.
         self.clear()
         self.update(loaded)
 
@@ -154,8 +155,8 @@ class ParameterState(LiveDict):
 class LiveList(list[object]):
     """A list of the dicts that `fetch` returns: `param_groups`.
 
-    Each also gets from a checkpoint the keys that it lacks: an optimizer may count steps there, a schedule
-    store a rate.
+    A load also adds keys to the dicts that only the checkpoint has: an optimizer may count steps there, or a
+    schedule store a rate.
     """
 
     __slots__ = ("_fetch", "_last", "source")

@@ -31,7 +31,7 @@ class TensorMemory:
     def __init__(
         self, tensor: torch.Tensor, stored: torch.dtype | None = None, address: int | None = None
     ) -> None:
-        """address: 0 if the elements do not lie row-major in host memory; None: find out."""
+        """address: 0 if the elements are not row-major in host memory; None: determine it."""
         self.tensor = tensor
         self.stored = stored or tensor.dtype
         if address is None:
@@ -51,7 +51,7 @@ class TensorMemory:
             self.put(box, values)
 
     def put(self, box: Box, values: torch.Tensor) -> None:
-        """Copy what is stored for a sub-box into it. Called where the tensor may be changed."""
+        """Copy stored values into a sub-box. Called in a context in which the tensor may be changed."""
         part = self.tensor.detach()[box.slices()]
         check_is_view(part, self.tensor)
         part.copy_(values)
@@ -88,7 +88,7 @@ def count_changes(tensors: Iterable[torch.Tensor]) -> None:
     """Increment the version counters of tensors that are about to be changed, so that an autograd graph that
     needs their present values refuses to run.
 
-    Mostly bytes are read directly into the tensor's memory, which autograd doesn't see. A DTensor and its
+    Usually bytes are read directly into the tensor's memory, which autograd doesn't see. A DTensor and its
     local tensor have separate counters. Inference tensors have none, and are in no graph.
     """
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
@@ -109,8 +109,8 @@ def not_waiting() -> Iterator[None]:
 
 
 class ViewMemory:
-    """A tensor without the leading axes of length one that its box has. The view is made only when it is
-    written by this rank: of tens of thousands of copies of experts, most are not."""
+    """A tensor that lacks leading length-one axes of its box. The view is created only if this rank writes
+    the tensor: of tens of thousands of replicated experts, it writes few."""
 
     __slots__ = ("lead", "tensor")
 
@@ -147,7 +147,7 @@ class Part(NamedTuple):
 
 
 class BytesMemory:
-    """The encoded bytes of an object. A load makes room and reads other bytes into it."""
+    """The encoded bytes of an object. A load resizes it and reads the stored bytes into it."""
 
     __slots__ = ("_keep", "address", "data")
 
@@ -193,8 +193,8 @@ def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None)
 
 
 def plain_address(value: object) -> int | None:
-    """Return None unless a value is a plain tensor that has memory; else where its elements lie row-major in
-    host memory, or 0."""
+    """Return the address of a plain tensor; 0 if its elements are not row-major in host memory; None if the
+    value is not a plain tensor with memory."""
     if (
         not (type(value) is torch.Tensor or type(value) is torch.nn.Parameter)
         or value.layout is not torch.strided
@@ -216,8 +216,8 @@ def add_plain(
     addresses: Sequence[int | None],
     replicas: Sequence[Replica | None],
 ) -> None:
-    """Add tensors with a `plain_address`, a column at a time. This rank holds all of each; who else does is
-    undeclared, unless `replicas` tells."""
+    """Add tensors with a `plain_address`, a column at a time. This rank holds each tensor whole; whether
+    other ranks do is undeclared, unless `replicas` declares it."""
     kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
     # One tensor of each shape and dtype shows whether all of them can be stored, and they share one box.
     one_of = dict(zip(kinds, zip(names, tensors, strict=True), strict=True))

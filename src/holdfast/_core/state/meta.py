@@ -24,8 +24,8 @@ def materialize(name: str, tensor: torch.Tensor, fixed: bool = False) -> torch.T
     """Return an uninitialised tensor of the same kind: a DTensor on its mesh's device, any other on that of
     the default process group.
 
-    Without a process group that is torch's default device. Raises BadInput for a wrapper, and if `fixed`:
-    then no other tensor can take its place.
+    Without a process group, torch's default device is used. fixed: the tensor can't be replaced by another
+    one. Raises BadInput for a wrapper, and if `fixed`.
     """
     if fixed:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Modules as states: names without those that wrappers add, and loaded values back into modules."""
+"""Modules as states: names without the segments that wrappers add, and loading values back into modules."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _clean(part: torch.nn.Module) -> Callable[[str], str]:
 
 
 def names_of(parts: Sequence[torch.nn.Module]) -> dict[int, str]:
-    """Return the name of each parameter, by identity; a tied one has its first. Raises BadInput if two share
-    a name."""
+    """Return the name of each parameter by `id`; for a tied parameter, its first name. Raises BadInput if two
+    parameters have the same name."""
     names: dict[int, str] = {}
     of: dict[str, int] = {}
     for part in parts:
@@ -111,8 +111,8 @@ def state_of(parts: Sequence[torch.nn.Module]) -> State:
 def given_of(
     parts: Sequence[torch.nn.Module], state: Mapping[str, object], strict: bool
 ) -> list[tuple[torch.nn.Module, State]]:
-    """Return the values for each part, by its own names, without those that it has already. Changes
-    nothing."""
+    """Return the values to put into each part, by the part's own names, except those that it already has.
+    Changes nothing."""
     left, by_part = set(state), []
     for part in parts:
         clean, there = _clean(part), part.state_dict()
@@ -130,7 +130,7 @@ def given_of(
                     f"{name!r} of model_state_dict is a whole tensor, and the model has a DTensor.",
                     hint="Give what get_state_dict gave, without full_state_dict.",
                 )
-            # Only values in other memory: mostly a load has filled the module's own tensors already.
+            # Only values in other memory: usually the load has filled the module's own tensors in place.
             if not same_memory(value, present):
                 given[path] = value
         by_part.append((part, given))
@@ -200,8 +200,8 @@ class ModelView:
         return {name: value for name, value in state.items() if name not in frozen}
 
     def loaded(self) -> None:
-        """Put into the model what is not there yet: values that are not tensors, and values that the user has
-        put into the state."""
+        """Put the values into the model that were not loaded in place: values that are not tensors, and
+        values that the user has put into the state."""
         for part, given in given_of(self._parts, self.state, strict=False):
             if given:
                 give(part, given)

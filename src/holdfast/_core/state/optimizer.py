@@ -195,7 +195,7 @@ class OptimizerView:
     def _state_of(
         self, optimizer: torch.optim.Optimizer, group: State, parameter: torch.Tensor
     ) -> ParameterState:
-        """Return the state of a parameter: always the same object, so that all who have it see the same
+        """Return the state of a parameter: always the same object, so that all references to it see the same
         values."""
         known = self._known.get(id(parameter))  # the id is valid, because the state refers to the parameter
         if known is None:
@@ -227,7 +227,8 @@ class OptimizerView:
         return flat
 
     def _rest(self) -> list[tuple[str, Rest]]:
-        """Return what a load may add to groups and states in the flat layout, and the path of each."""
+        """Return placeholders for the values that a load may add to groups and states in the flat layout,
+        each with its path."""
         return [
             (path, Rest(partial(self._fill, path), make_it, parameter))
             for optimizer, group, parameters in self._each()
@@ -296,7 +297,7 @@ class _Changes:
 
     def make(self) -> None:
         for optimizer, parameter, state in self._states:
-            # No entry, as in an optimizer that has not had a gradient of it.
+            # No entry, as for a parameter that has not had a gradient yet.
             if not state:
                 optimizer.state.pop(parameter, None)
             elif not _is_same(optimizer.state.get(parameter), state):
@@ -316,7 +317,7 @@ class _Changes:
 
 
 def _counts(state: State) -> bool:
-    """Return whether a state counts its steps by a number that is no tensor."""
+    """Return whether a state counts its steps in a Python number instead of a tensor."""
     return isinstance(state.get("step"), int | float)
 
 

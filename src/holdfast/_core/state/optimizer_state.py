@@ -132,7 +132,7 @@ def _lacking(
     same_shape: Counter[frozenset[object]],
     same_dimensions: Counter[frozenset[object]],
 ) -> frozenset[object]:
-    """Return the keys that other states have, and this one should."""
+    """Return the keys that are missing in a state, according to the other states of its group."""
     more = [keys for keys in same_shape if keys > mine]
     others = [keys for keys in same_dimensions if keys != mine]
     if not more and same_dimensions[mine] == 1 and all(keys > mine for keys in others):

@@ -1,4 +1,4 @@
-"""Views of a part of a tensor with the axes of the published one, and the reverse."""
+"""Views of a shard with the axes of the published tensor, and the reverse."""
 
 from __future__ import annotations
 

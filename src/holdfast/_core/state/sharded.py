@@ -33,7 +33,7 @@ def is_checkpointable(value: torch.Tensor) -> bool:
 
 
 def copy_boxes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy these attributes to a tensor that takes another's place."""
+    """Copy the attributes of a CheckpointableTensor to a tensor that replaces it."""
     for name in _FIELDS if is_checkpointable(source) else ():
         setattr(target, name, getattr(source, name))
 
@@ -41,7 +41,7 @@ def copy_boxes(source: torch.Tensor, target: torch.Tensor) -> None:
 def add_checkpointable(
     table: ShardTable, name: str, tensor: torch.Tensor, undeclared: Replica | None
 ) -> None:
-    """Add the boxes of a CheckpointableTensor. It is undeclared who else holds the same box."""
+    """Add the boxes of a CheckpointableTensor. Whether other ranks hold the same box is undeclared."""
     shape, spec = tuple(tensor.shape), spec_of(name, tensor, tuple(map(int, getattr(tensor, _FIELDS[0]))))
     # The attributes come from other code, so each box is checked here, where the tensor's name is known.
     starts, inner, sizes = ([tuple(map(int, box)) for box in getattr(tensor, field)] for field in _FIELDS[1:])

@@ -1,4 +1,4 @@
-"""The structure of nested values: which are walked, the names of their parts, and how to build them again.
+"""The structure of nested values: the containers to walk, the names of parts, and how to rebuild a value.
 
 Names alone don't tell a list from a dict with numbers as keys, nor which class wraps `codes` and `scale`. A
 state that is filled in place does not need to know. An optimizer's state that a load has to create is stored
@@ -69,8 +69,8 @@ def has_tensors(value: object) -> bool:
 
 
 def is_nested(state: StateDict, parameter: torch.Tensor) -> bool:
-    """Return whether a parameter's state has more than plain names with tensors and values. None may become
-    anything."""
+    """Return whether a parameter's state is more than a flat dict of plain values. None counts as more,
+    because it may stand for a value of any kind."""
     return any(
         type(key) is not str or "." in key or value is None or describe(value, parameter) != LEAF
         for key, value in state.items()
@@ -78,7 +78,7 @@ def is_nested(state: StateDict, parameter: torch.Tensor) -> bool:
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a value is an empty container. Its description says all of it."""
+    """Return whether a value is an empty container. Its description alone represents it."""
     # By its keys: a TensorDict is a mapping, but has no truth value, and its length is its batch size.
     container = value.keys() if isinstance(value, Mapping) else value
     return isinstance(value, Mapping | list | tuple) and not container
@@ -88,7 +88,8 @@ def describe(value: object, parameter: torch.Tensor | None = None) -> Descriptio
     """Return the containers of a value as a plain value: `["dict", [[key, part], ...]]`, `["list", [part,
     ...]]`, and so on.
 
-    parameter: whose state it is. Tensors whose strides are neither its own nor row-major are described, too.
+    parameter: the parameter that the value is a state of. Tensors are described, too, if their strides are
+        neither the parameter's nor row-major.
     """
     if isinstance(value, torch.Tensor):
         return _describe_tensor(value, parameter)
@@ -139,10 +140,11 @@ def _plain(context: object) -> object:
 
 
 def nest(values: Mapping[str, object]) -> dict[str, Any]:
-    """Return values as nested dicts, one for each part of their names between dots.
+    """Return values as nested dicts, with a level for each dot in their names.
 
-    A state that is stored with a description of its containers is built by that. A name below that of another
-    value stays in one piece. An optimizer's part has the keys of its `state_dict`.
+    A state that is stored with a description of its containers is built from it. If a prefix of a name is
+    itself the name of a value, prefix and remainder form one key. An optimizer's dict has the keys of its
+    `state_dict`.
     """
     end = f".{STRUCTURE}"
     described = {name.removesuffix(end): value for name, value in values.items() if name.endswith(end)}
@@ -172,8 +174,8 @@ def nest(values: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _as_optimizer(node: dict[str, Any]) -> None:
-    """Number states as the groups number their parameters. An optimizer's `load_state_dict` also takes states
-    under texts, says nothing, and uses none of them."""
+    """Convert the keys of states from text to the numbers of parameters in the groups. An optimizer's
+    `load_state_dict` would accept text keys without an error, and not use their states."""
     groups = node["param_groups"]
     # torch DCP saves the parts of this list.
     if type(groups) is dict and sorted(groups) == sorted(map(str, range(len(groups)))):
@@ -189,8 +191,8 @@ def _as_optimizer(node: dict[str, Any]) -> None:
 def build(
     description: Description, name: str, values: Mapping[str, object], present: object = None
 ) -> object:
-    """Build a value from its parts, which are in `values` by their names. What `present` has with the memory
-    of its parts is kept."""
+    """Build a value from its parts, given in `values` by name. A wrapper tensor of `present` is kept if its
+    parts were filled in place."""
     try:
         value = _build(description, name, values, present)
         return {} if value is _ABSENT else value
@@ -233,8 +235,8 @@ def _build(description: Description, name: str, values: Mapping[str, object], pr
 
 
 def _restrided(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return the same elements with the strides that they were saved with: only then matrix products are
-    bitwise the same."""
+    """Return the same elements with the strides of the saved tensor: with other strides, matrix products may
+    differ in bits."""
     if value.stride() == strides or not value.numel():
         return value
     made = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)

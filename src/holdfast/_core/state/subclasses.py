@@ -75,7 +75,8 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether a value is a tensor that consists of others, which it names."""
+    """Return whether a value is a wrapper: a tensor that consists of others and names them
+    (`__tensor_flatten__`)."""
     if type(value) in _ORDINARY or not hasattr(type(value), "__tensor_unflatten__"):
         return False
     if not isinstance(value, torch.Tensor) or value.is_nested or is_dtensor(value):
@@ -86,15 +87,15 @@ def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def is_one_object(value: torch.Tensor) -> bool:
-    """Return whether a tensor is stored as one object, with its parts in it: a sparse or a nested one. A load
-    replaces it, because the sizes of its parts may be others."""
+    """Return whether a tensor is stored as one object that includes its parts: a sparse or a nested one. A
+    load replaces it, because the sizes of its parts may differ."""
     if type(value) not in _ORDINARY:  # a ShardedTensor refuses to tell
         return type(value).__name__ == "NestedTensor"
     return value.is_nested or value.layout is not torch.strided
 
 
 def inner_tensors(wrapper: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that a wrapper consists of, by the names of its attributes."""
+    """Return the tensors that a wrapper consists of, each with the name of its attribute."""
     names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
     return [(name, getattr(wrapper, name)) for name in names]
 

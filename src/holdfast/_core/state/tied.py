@@ -9,12 +9,11 @@ from holdfast._core.state.memory import TensorMemory
 
 
 def find_ties(table: ShardTable) -> dict[int, int]:
-    """Return the rows with the memory of another row, and that row: of those alike, the first by name.
+    """Map each tied row to the row that it is tied to: the first by name among rows with the same memory.
 
-    Rows are alike if dtype, global shape, box and replica are the same, too. Views that only overlap are not
-    tied.
+    Tied rows also have the same dtype, global shape, box and replica. Views that only overlap are not tied.
     """
-    # Mostly the address is known, and no function is called for a tensor.
+    # Usually the address is known, so that no function is called per tensor.
     pointers = [
         memory.address or _pointer(memory) if type(memory) is TensorMemory else 0 for memory in table.memory
     ]
@@ -35,5 +34,5 @@ def find_ties(table: ShardTable) -> dict[int, int]:
 
 
 def _pointer(memory: TensorMemory) -> int:
-    """Return where the elements of a tensor begin; 0 if it has none."""
+    """Return the address of a tensor's first element; 0 if it has no elements."""
     return memory.tensor.data_ptr() if memory.tensor.numel() else 0

@@ -1,9 +1,9 @@
-"""A DTensor whose local tensor is made of others (8-bit optimizer states, quantized weights under FSDP2):
-which part of a global tensor each of those is.
+"""DTensors whose local tensor is a wrapper of inner tensors (8-bit optimizer states, quantized weights under
+FSDP2): the box of each inner tensor in its global tensor.
 
-Some of them are cut as the rows are (codes, a scale of each row or block), others are the same on all ranks
-(a table of values). No class is recognised by name: the wrapper's own slice of its first rows, which torch
-DCP needs for resharding, too, shows which tensors it cuts.
+Some inner tensors are cut along with the rows (codes, a scale per row or block), others are the same on all
+ranks (a table of values). No class is recognised by name: slicing the first rows off the wrapper, which torch
+DCP also needs for resharding, shows which inner tensors are cut.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from holdfast.errors import BadInput
 
 
 class Inner(NamedTuple):
-    """One of the tensors that the local tensor is made of."""
+    """An inner tensor of the local tensor."""
 
     path: str
-    """The names of the attributes that lead to it."""
+    """Path of attribute names from the wrapper."""
     tensor: torch.Tensor
     shape: Dims
-    """Of the global tensor that it is a part of."""
+    """Shape of its global tensor."""
     begin: Dims
-    """Where it begins there."""
+    """Its offset in the global tensor."""
     is_whole: bool
-    """Whether all ranks have the same."""
+    """Whether it is not cut, but the same on all ranks."""
 
 
 def inner_parts(name: str, local: torch.Tensor, shape: Dims, row: int) -> list[Inner]:
-    """Return the tensors that the rows of a tensor of `shape`, from `row` on, are made of.
+    """Return the inner tensors of `local`, which holds the rows from `row` on of a tensor of `shape`.
 
     Raises BadInput if the wrapper does not show how it is cut.
     """
@@ -53,12 +53,12 @@ def inner_parts(name: str, local: torch.Tensor, shape: Dims, row: int) -> list[I
         if cut.shape == inner.shape:
             found.append(Inner(path, inner, size, begin, True))
             continue
-        # Cut in the order of the elements: then rows lie one after another in it.
+        # If it is cut in the order of its elements, its rows are consecutive in memory.
         in_order = inner.is_contiguous() and cut.data_ptr() == inner.data_ptr()
         if in_order and size[0] == local.shape[0]:
             found.append(Inner(path, inner, (shape[0], *size[1:]), (row, *begin[1:]), False))
             continue
-        # Of blocks of the flattened tensor; each rank has whole ones.
+        # Otherwise it must have an element per block of the flattened tensor, with whole blocks on each rank.
         elements, rest = divmod(local.numel(), inner.numel())
         first, inside = divmod(row * prod(shape[1:]), elements)
         if not in_order or inner.dim() != 1 or rest or inside or prod(shape) % elements:
@@ -82,14 +82,14 @@ def _plain(wrapper: torch.Tensor, above: str = "") -> Iterator[tuple[str, torch.
 
 
 def _some_of(local: torch.Tensor, there: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a smaller part of the wrapper, which begins as it does; {} if it gives none."""
+    """Return the inner tensors of a smaller slice from the wrapper's start; {} if it can't be sliced."""
     for as_rows in (True, False):  # flattened, because a block may be longer than this rank's rows
         try:
             whole = local if as_rows else local.view(-1)
-        except Exception:  # a class need not have it
+        except Exception:  # a class need not support it
             break
         row = prod(whole.shape[1:])
-        # A wrapper may cut at the ends of blocks only, and their length is that of some inner tensor's share.
+        # A wrapper may support cuts at block boundaries only; an inner tensor's share gives the block length.
         blocks = {whole.numel() // inner.numel() for inner in there.values() if inner.numel()}
         for rows in sorted({block // gcd(block, row) for block in blocks if block} | {1}):
             if rows >= whole.shape[0]:

@@ -1,4 +1,4 @@
-"""Why a place holds no checkpoint, and what to do. No torch, no NumPy."""
+"""Explain why a place has no checkpoint, with a hint. No torch, no NumPy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.errors import HoldfastError
 
 _SHOWN = 5
 _COMPARED = 1000
-"""Names that are compared with one that may be mistyped."""
+"""Maximum number of names to compare with a possibly mistyped name."""
 
 
 def explain_absence(store: Store) -> tuple[str, str]:
@@ -32,7 +32,7 @@ def explain_absence(store: Store) -> tuple[str, str]:
 
 
 def explain_fresh_start(store: Store) -> str:
-    """Say what a run folder without checkpoints holds instead; for a run that begins from scratch."""
+    """Describe the contents of a run folder without checkpoints, for a run that starts from scratch."""
     fresh = f"No step is restored from {store.url}, so the run starts fresh"
     if store.stat() is None:
         return f"{fresh}: the folder does not exist{_near(store)}."
@@ -106,7 +106,7 @@ _EMPTY = "it is an empty folder", "Is the path right, and mounted on this host?"
 
 
 def _zero(store: Store, names: list[str]) -> tuple[str, str] | None:
-    """Explain a checkpoint of DeepSpeed's, or the folder whose file `latest` names one."""
+    """Explain a DeepSpeed checkpoint, or a folder whose file `latest` refers to one."""
     if not any(name.endswith(_ZERO) for name in names):
         steps = [name for name in names if name.startswith(_ZERO_STEP) and name.endswith("/")]
         if not steps or not {"latest", "latest_universal"} & set(names):
@@ -118,11 +118,11 @@ def _zero(store: Store, names: list[str]) -> tuple[str, str] | None:
 
 
 _ZERO, _ZERO_STEP = ("_model_states.pt", "_optim_states.pt"), "global_step"
-"""How the files of a ZeRO checkpoint end, and how DeepSpeed names its folder."""
+"""Suffixes of the files of a ZeRO checkpoint, and the prefix of its folder in DeepSpeed."""
 
 
 def _inside(store: Store, names: list[str]) -> tuple[str, str] | None:
-    """Explain a folder that holds none itself, but folders with checkpoints, or with the steps of runs."""
+    """Explain a folder without a checkpoint of its own that contains checkpoint folders or run folders."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for folder, mark in other_checkpoints(store, names):
         kinds.setdefault(_MARKED.get(mark, _FOREIGN), []).append(folder)
@@ -150,7 +150,7 @@ _FOREIGN = "a checkpoint in another format", "checkpoints in other formats"
 
 
 def explain_model(store: Store) -> tuple[str, str] | None:
-    """Return what a folder of Hugging Face's libraries holds, as a clause, and a hint; None for others."""
+    """Describe a folder written by Hugging Face's libraries, as a clause, with a hint; None for others."""
     names = store.list()
     found = (row for row in _PUBLISHED if any(map(row[0], names)))
     return next(((why, hint.format(store.url)) for _, why, hint in found), None)
@@ -191,11 +191,11 @@ _PUBLISHED: tuple[tuple[Callable[[str], bool], str, str], ...] = (
         "Copy model.safetensors, or all files that model.safetensors.index.json names and the index.",
     ),
 )
-"""What Hugging Face's libraries write: the first of which a file is there."""
+"""Kinds of files that Hugging Face's libraries write; the first kind with a present file applies."""
 
 
 def _missing(store: Store) -> tuple[str, str]:
-    """Explain a folder that is not there: it may be a step of a run that has others."""
+    """Explain a missing folder: it may be a step of a run that has other steps."""
     parent, name = os.path.split(store.url)
     # The url of another kind of store is not a path whose parent could be opened.
     if isinstance(store, LocalStore) and step_of(name) is not None:
@@ -218,7 +218,7 @@ def _run(store: Store) -> tuple[str, str]:
 
 
 def _newest(store: Store, most: int) -> dict[int, str]:
-    """Return the newest committed steps, as far as this process can see them."""
+    """Return the newest committed steps that this process can read."""
     try:
         # Steps that can't be read are left out: this explains an error, and must not replace it.
         return newest_steps(store, most)

@@ -1,9 +1,9 @@
 """The steps that a run has left behind by going back to an older one. No torch, no NumPy.
 
-A run that was restored from step 1500 and saves step 1600 leaves step 2000 behind, if there is one. It stays
-until `keep=` removes it, and is not the newest step any more. A file in the run folder lists such steps, each
-by its folder and the version of the file that makes it a checkpoint: so a step that is saved again is not one
-of them.
+A run that was restored from step 1500 and saves step 1600 leaves step 2000 behind, if it exists. Step 2000
+stays until `keep=` removes it, but no longer counts as the newest step. A file in the run folder lists such
+steps, each by its folder and the version of its index (or other marker file), so that a step that is saved
+again is no longer listed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from holdfast.errors import StorageError
 
 log = logging.getLogger("holdfast")
 _MOST = 1 << 24
-"""Bytes of the file that are read: it may be damaged, and a step takes about 60."""
+"""Maximum bytes to read of the file, which may be damaged; a step takes about 60."""
 
 
 class _Left(msgspec.Struct):
     """The content of the file."""
 
     left: dict[str, str]
-    """Folder to version, in hexadecimal digits."""
+    """Map of folders to versions, in hexadecimal digits."""
     version: str
     """Random, new at each write: the last bytes of the file identify its version."""
 
 
 def left_behind(store: Store) -> dict[str, str]:
-    """Return the folders of the steps that the run has left behind, and their versions; a damaged file lists
-    none."""
+    """Return the folders of the steps that the run has left behind, with their versions; none if the file is
+    damaged."""
     try:
         reader = store.open(LEFT)
     except NotFound:
@@ -57,8 +57,8 @@ def is_left(store: Store, left: Mapping[str, str], folder: str, mark: str) -> bo
 
 
 def version(store: Store, folder: str, mark: str) -> str:
-    """Return what tells a step from another one that is saved into the same folder; "" if that can't be read,
-    as of a link that leaves the run."""
+    """Return the version of a step, which differs for each save into the same folder; "" if it can't be read,
+    for example if it is a link that leaves the run."""
     with suppress(StorageError):
         return (version_of(store, f"{folder}/{mark}") or b"").hex()
     return ""

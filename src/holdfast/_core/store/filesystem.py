@@ -1,5 +1,5 @@
-"""System calls of the local store: calls that are retried or continued, locks, folders that are made durable,
-paths without links."""
+"""System calls of the local store: with retries and complete transfers, locks, durable folders, paths without
+links."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from holdfast.errors import StorageError
 log = logging.getLogger("holdfast")
 T = TypeVar("T")
 PATIENCE = 30.0
-"""Seconds for which a call is retried after an error that may pass."""
+"""Seconds for which a call is retried after a transient error."""
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 1.0
 VANISHING = 5.0
-"""Seconds for which folders are made again because a failed save removes its empty ones at the same time."""
+"""Seconds for which folders are recreated if a failed save removes its empty folders at the same time."""
 STALE = frozenset({errno.ESTALE})
-"""A network file system lost a file's handle. Opening the name again finds the file that has it now."""
+"""A network file system lost the handle of a file. Reopening the name finds the current file."""
 # EMFILE, ENFILE: other threads and processes will close some of their descriptors.
 PASSING = STALE | {errno.EINTR, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
-"""Errors of `open` that may pass."""
+"""Transient errors of `open`."""
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _SEARCH = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 """Flags to traverse a folder, which needs fewer permissions than listing it."""
 _sync_file_range = ctypes.CDLL(None).sync_file_range
-"""Linux's; Python does not have it."""
+"""A Linux function that Python's `os` lacks."""
 _warned: set[int] = set()
 """Devices that can't sync folders, about which a warning was logged."""
 
@@ -71,14 +71,14 @@ def close_quietly(fd: int) -> None:
 def begin_writeback(fd: int) -> None:
     """Have the kernel begin to write the pages of a file to storage, so that less is left for `fsync`.
 
-    It waits for no page, reports no error and makes nothing durable: all that is for `fsync`.
+    It does not wait, reports no errors, and makes nothing durable; `fsync` does all of these.
     """
     _sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), 2)  # all of it, SYNC_FILE_RANGE_WRITE
 
 
 def read_at(fd: int, start: int, length: int) -> bytes:
-    """Return these bytes of a file, or fewer at its end. One call may read less: after a signal, or on a
-    network file system."""
+    """Return bytes of a file; fewer only at its end. (A single system call may return fewer, after a signal
+    or on a network file system.)"""
     parts = []
     while length > 0:
         # Linux reads at most 2 GiB less a page per call.
@@ -91,12 +91,12 @@ def read_at(fd: int, start: int, length: int) -> bytes:
 
 
 def inode(path: str, follow: bool = False) -> tuple[int, int] | None:
-    """Return device and number of the file that has a name now, None if there is none.
+    """Return the device and inode of the file that has a name now; None if there is none.
 
-    follow: of a link, those of its target.
+    follow: for a link, return those of its target.
 
-    The file is opened, because that makes a network file system ask its server. If it can't be opened, the
-    name is looked up.
+    The file is opened, because that makes a network file system ask its server. If it can't be opened, `stat`
+    is used.
     """
     with suppress(FileNotFoundError):
         try:
@@ -123,7 +123,7 @@ def file_of(fd: int) -> tuple[int, int]:
 
 
 def open_to_lock(path: str) -> int:
-    """Open a file for `lock`: for writing, which a lock that is held alone requires, if this user may."""
+    """Open a file for `lock`: for writing if permitted, because an exclusive lock requires it."""
     flags = os.O_CLOEXEC | os.O_NONBLOCK
     try:
         return os.open(path, os.O_RDWR | flags)
@@ -134,11 +134,10 @@ def open_to_lock(path: str) -> int:
 
 
 def lock(fd: int, byte: int, alone: bool = False) -> bool:
-    """Lock one byte of an open file until it is closed, shared or alone, without waiting. Return False if
-    others have locked it; True also where locks are not possible."""
-    # Of an open file, not of the process as with `lockf`: threads must not release each other's locks. And
-    # not by `flock`, which locks all of the file: those who read an index and those who replace it are kept
-    # apart from others of their kind only.
+    """Lock one byte of an open file until it is closed, shared or exclusive (`alone`), without waiting.
+    Return False if another open file holds a conflicting lock; True also if locks are not supported."""
+    # A lock of the open file, not of the process (`lockf`): threads must not release each other's locks. Not
+    # `flock`, which locks the whole file: the locks of readers and of replacing writers are independent.
     try:
         _set_lock(fd, byte, fcntl.F_WRLCK if alone else fcntl.F_RDLCK)
     except BlockingIOError:
@@ -149,7 +148,7 @@ def lock(fd: int, byte: int, alone: bool = False) -> bool:
 
 
 def is_locked(fd: int, byte: int) -> bool:
-    """Return whether anybody else has locked one byte of an open file; False where that can't be known."""
+    """Return whether another open file description holds a lock on one byte of the file; False if unknown."""
     asked = _lock_of(fcntl.F_WRLCK, byte)
     try:
         found = fcntl.fcntl(fd, getattr(fcntl, "F_OFD_GETLK", 36), asked)
@@ -181,7 +180,7 @@ def open_folder(path: str) -> int:
 
 
 def sync_open_folder(fd: int, path: str) -> None:
-    """Make the names in a folder durable. If the file system can't, log that once and go on.
+    """Make the names in a folder durable. If the file system does not support it, log a warning once.
 
     A failed sync is not retried: the system may have dropped what it could not write.
     """
@@ -211,13 +210,13 @@ def sync_folder(path: str) -> None:
 
 
 def make_folders(path: str) -> list[str]:
-    """Make a missing folder and its missing parents. Return the folders that hold a new name: syncing them
-    makes the names durable."""
+    """Create a missing folder and its missing parents. Return the folders in which a name was created:
+    syncing them makes the names durable."""
     # Not os.makedirs, because the names of the missing folders must be made durable.
     parent = os.path.dirname(path)
     try:
         _make_folder(path)
-    # NotADirectoryError: a part of the path is a file, of which the call for that part says so.
+    # NotADirectoryError: a part of the path is a file; the recursive call for that part raises the error.
     except (FileNotFoundError, NotADirectoryError):
         if parent == path:
             raise
@@ -231,8 +230,8 @@ def _make_folder(path: str) -> None:
     try:
         os.mkdir(path)
     except FileExistsError:
-        # Mostly another rank was faster. Its name is synced here as well, because that rank may die before it
-        # has done so.
+        # Usually another rank was faster. The name is synced here as well, because that rank may die before
+        # it syncs it.
         if not stat.S_ISDIR(os.stat(path).st_mode):
             raise StorageError(f"{path} is a file, not a folder.", details={"errno": errno.ENOTDIR}) from None
 
@@ -247,14 +246,14 @@ def make_durably(path: str) -> None:
 def create_file(path: str, access: int) -> int:
     """Create a file and return its descriptor. Missing folders are made, durably.
 
-    A failed save removes its empty folders, maybe at the same time; then they are made again. They are synced
-    when the file is in them, because then nobody removes them.
+    A failed save may remove its empty folders at the same time; then they are created again. They are synced
+    after the file is in them, because non-empty folders are not removed.
     """
     ends = REAL_CLOCK.now() + min(VANISHING, PATIENCE)
     grown: list[str] = []
     while True:
         try:
-            # First of all, because of most files the folder is there; a look would be one call more.
+            # Try this first: usually the folder exists, and a check would be an extra call.
             fd = os.open(path, access | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             break
         except (FileNotFoundError, NotADirectoryError):

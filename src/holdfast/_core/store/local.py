@@ -35,8 +35,8 @@ from holdfast.errors import BadInput, StorageError
 # Buffers per call: IOV_MAX of Linux.
 _IOV = 1024
 WRITEBACK = 8 << 20
-"""Bytes after which the kernel is told to write them to storage. It would wait for more of them, or for
-`fsync`, with storage at rest meanwhile."""
+"""Written bytes after which the kernel is told to start writeback; otherwise storage would stay idle until
+`fsync`, or until the kernel has more dirty pages."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
@@ -63,7 +63,7 @@ class LocalReader:
 
     def close(self) -> None:
         if self.fd >= 0:
-            close_quietly(self.fd)  # all that was asked for has been read
+            close_quietly(self.fd)  # all requested bytes have been read
             self.fd = -1
 
 
@@ -71,8 +71,8 @@ def _open_within(path: str, root: str) -> int:
     """Open a file for reading. Raises StorageError if it lies outside of the folder after all links were
     followed."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not block us
-    # Mostly no part of the path below the folder is a link, so the file lies in it. To find that out asks
-    # storage less than to resolve both paths, which looks at each of their parts.
+    # Usually no part of the path below the folder is a link, so the file lies in it. This check costs fewer
+    # system calls than resolving both paths, which examines each of their parts.
     if not any(map(os.path.islink, _folders_between(root, path))):
         try:
             return os.open(path, flags | os.O_NOFOLLOW)
@@ -95,7 +95,7 @@ def _folders_between(root: str, path: str) -> Iterator[str]:
 
 
 def _parts_below(root: str, path: str) -> list[str]:
-    """Return the parts of the path of something below `root`. Both are absolute and have no `..`."""
+    """Return the parts of `path` below `root`. Both are absolute and have no `..`."""
     return path[len(root) :].lstrip("/").split("/")
 
 
@@ -110,8 +110,8 @@ def _is_blob(real: str, folder: str) -> bool:
 def _move(
     call: Callable[[int, list[Buffer], int], int], fd: int, start: int, buffers: Sequence[Buffer]
 ) -> int:
-    """Read or write buffers from `start` on; return the bytes moved, fewer if a call moves none: at the end
-    of the file, or where no byte is taken."""
+    """Read or write buffers from `start` on; return the bytes moved: fewer than requested if a call moves
+    none, as at the end of the file."""
     total = 0
     for first in range(0, len(buffers), _IOV):
         some = list(buffers[first : first + _IOV])
@@ -128,7 +128,7 @@ def _move(
 
 
 def _after(buffers: Sequence[Buffer], done: int) -> list[Buffer]:
-    """Return what is left of the buffers after their first `done` bytes."""
+    """Return the remainder of the buffers after their first `done` bytes."""
     for index, buffer in enumerate(buffers):
         if done < len(buffer):
             return [memoryview(buffer)[done:], *buffers[index + 1 :]]
@@ -149,7 +149,7 @@ class LocalWriter:
         with storage_errors("Writing", self._path):
             if _move(os.pwritev, self._fd, start, buffers) < size:
                 raise OSError(errno.ENOSPC, "no byte was taken")
-            # Several threads may write; one of them counts wrong at worst.
+            # Several threads may write; a lost update of this counter is harmless.
             self._held_back += size
             if self._held_back >= WRITEBACK:
                 self._held_back = 0
@@ -177,15 +177,14 @@ class LocalWriter:
 class LocalStore:
     """A folder of the file system.
 
-    Its own path may contain links; below the first of its parents nothing is written or deleted through a
-    link.
+    The path given by the caller may contain links; below it, nothing is written or deleted through a link.
     """
 
     def __init__(self, root: str | os.PathLike[str], top: str | None = None) -> None:
         self.root = os.path.abspath(os.fspath(root))
         self.url = self.root
         self._top = top or self.root
-        """The folder of the first parent, which the caller named."""
+        """The folder of the outermost store, as given by the caller."""
 
     def _full(self, path: str) -> str:
         return os.path.join(self.root, checked(path))
@@ -195,8 +194,8 @@ class LocalStore:
 
     def _for_writing(self, path: str) -> str:
         """Return the full path. Raises StorageError if a folder on the way is a link."""
-        # A link that is made between this check and the use of the path is followed. `delete`, which can't be
-        # undone, uses descriptors, which leaves no such gap.
+        # A link that is created between this check and the use of the path is followed. `delete`, which can't
+        # be undone, uses descriptors and so has no such race.
         full = self._full(path)
         for folder in _folders_between(self._top, full):
             if os.path.islink(folder):
@@ -207,8 +206,8 @@ class LocalStore:
         return LocalWriter(self._for_writing(path))
 
     def link(self, path: str, source: str) -> None:
-        """Give the file at the path `source` a name here as well (a hard link), which is durable once another
-        file in the same folder is finished. Raises StorageError if that can't be done."""
+        """Create a hard link to the file at the path `source`. It is durable after another file in the same
+        folder is finished. Raises StorageError on failure."""
         full = self._for_writing(path)
         with storage_errors("Linking", full):
             make_durably(os.path.dirname(full))
@@ -233,7 +232,7 @@ class LocalStore:
 
     def remove(self) -> bool:
         try:
-            # Fails if there is any file, another rank's or a stranger's, so no check is needed before.
+            # Fails if the folder contains any file, so no check is needed before.
             if self.root == self._top:
                 os.rmdir(self.root)
                 return True
@@ -280,7 +279,7 @@ def _kind(mode: int) -> Kind:
 def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link in a circle, or to where this user may not look
+    except OSError:  # a circular link, or a target without permission
         return False
 
 

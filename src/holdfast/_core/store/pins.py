@@ -1,9 +1,9 @@
 """Pins: no process removes a checkpoint as an old step (`keep=`, `prune --keep`) while another one reads it.
 
-A pin is a shared lock on the index. Who removes a step locks its index alone first, and leaves the step if
-it can't. A lock ends with the process that holds it, so no pin outlives a crash; on NFS it ends with the
-lease of the host. Locks reach other hosts as far as those of the file system do. Where it has none, nothing
-is pinned, and a reader of an old step may find it gone.
+A pin is a shared lock on the index. A process that removes a step first takes an exclusive lock on its index,
+and skips the step if that fails. A lock ends with the process that holds it, so no pin outlives a crash; on
+NFS it ends with the lease of the host. Locks are visible on other hosts only if the file system supports
+that. Without support for locks nothing is pinned, and an old step may be removed while it is read.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from holdfast._core.store.local import LocalReader, LocalStore
 from holdfast.errors import HoldfastError
 
 _PIN = 1
-"""The byte of the index that is locked; the first one is that of publishing."""
+"""The byte of the index to lock; byte 0 is locked by publishing."""
 
 
 class Pin:
-    """Keeps the checkpoint in a folder until `close`. Does nothing where there is no index of ours."""
+    """Keeps the checkpoint in a folder until `close`. Has no effect if the folder has no Holdfast index."""
 
     def __init__(self, store: Store) -> None:
         self._reader: LocalReader | None = None
@@ -42,7 +42,7 @@ class Pin:
         if not isinstance(store, LocalStore):
             return
         ends = REAL_CLOCK.now() + PATIENCE
-        with suppress(OSError):  # there is no index, or it can't be read: the reader will say why
+        with suppress(OSError):  # there is no index, or it can't be read: the reader raises the error
             while self._reader is None and REAL_CLOCK.now() < ends:
                 self._try(store.open(INDEX))
 
@@ -52,8 +52,8 @@ class Pin:
 
     def _try(self, reader: LocalReader) -> None:
         try:
-            # Looked at after the lock: who removes a step deletes the index while it has the lock, and a save
-            # may just have replaced it.
+            # Checked after locking: the index may just have been deleted by a process that removes the step
+            # (which does it while it holds the lock), or replaced by a save.
             if lock(reader.fd, _PIN) and inode(reader.path, follow=True) == file_of(reader.fd):
                 self._reader = reader
         finally:
@@ -64,15 +64,15 @@ class Pin:
     def close(self) -> None:
         reader, self._reader = self._reader, None
         if reader is not None:
-            # Closing does not unlock it where a fork has inherited the descriptor. The fork itself must not,
-            # when it drops its copy of what holds this.
+            # Closing does not unlock the file if a fork has inherited the descriptor. The fork itself must
+            # not unlock it when its copy of this object is closed.
             if self._pid == os.getpid():
                 unlock(reader.fd, _PIN)
             reader.close()
 
 
 def is_pinned(store: Store) -> bool:
-    """Return whether somebody reads the checkpoint in a folder, without locking it."""
+    """Return whether the checkpoint in a folder is pinned, without locking it."""
     if not isinstance(store, LocalStore):
         return False
     with suppress(HoldfastError), closing(store.open(INDEX)) as reader:
@@ -82,7 +82,8 @@ def is_pinned(store: Store) -> bool:
 
 @contextmanager
 def unpinned(store: Store) -> Iterator[bool]:
-    """Yield whether nobody reads the checkpoint in a folder; then nobody begins to, until the block ends."""
+    """Yield whether the checkpoint in a folder is not pinned; if so, it can't be pinned until the block
+    ends."""
     if not isinstance(store, LocalStore):
         yield True
         return

@@ -1,15 +1,16 @@
-"""Puts a small file in place atomically, and finds out afterwards whether it is there.
+"""Publishes a small file atomically, and determines after an error whether it is in place.
 
 A hidden file beside the target is written and synced, and put in place by `link`, which fails if the name
 exists, or by `rename`, which replaces atomically. Before `rename` the version to replace is locked, so that
 one of several replacements succeeds. Then the folder is synced.
 
 The results of these calls can be wrong. On a network file system a reply can be lost and the request be sent
-again: then `link` reports EEXIST and `rename` ENOENT for what they themselves have done. After a time-out the
-server may still execute them later. So after every failure we look whether the inode at the name is that of
-the hidden file, whose descriptor is still open so that no other file can get its number. If it is not, the
-hidden name, which a late `link` or `rename` would need, is removed, and we look once more. Only then is it
-known that the new version is not in place. If that can't be found out, `Unsettled` is raised.
+again: then `link` reports EEXIST and `rename` ENOENT although the first request succeeded. After a timeout
+the server may still execute them later. So after every failure, the inode at the target name is compared with
+that of the hidden file, whose descriptor is still open so that its number can't be reused. If they differ,
+the hidden name, which a late `link` or `rename` would need, is removed, and the inode is compared once more.
+Only then is it known that the new version is not in place. If this can't be determined, `Unsettled` is
+raised.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from holdfast.errors import Conflict, StorageError
 HIDDEN = ".publishing-"
 _PUBLISH = 0
 """The byte of a published file that is locked while it is replaced; readers lock the next one (`pins`)."""
-# Errors of `link` on file systems without hard links. `rename` can't take its place: it would replace what
-# another save has put there meanwhile.
+# Errors of `link` on file systems without hard links. `rename` is no substitute: it would replace a file that
+# another save has published meanwhile.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -48,7 +49,7 @@ class _Hidden:
     """The new version, under a hidden name."""
 
     def __init__(self, folder: str) -> None:
-        # A random name, so that a file that a crash has left behind does no harm.
+        # A random name, so that it can't collide with a file left behind by a crash.
         self.path = os.path.join(folder, HIDDEN + os.urandom(8).hex())
         self._fd = create_file(self.path, os.O_WRONLY)
         self._named = True
@@ -58,27 +59,27 @@ class _Hidden:
         view = memoryview(data)
         while len(view):  # one write takes 2 GiB at most, and may take less
             view = view[os.write(self._fd, view[: 1 << 30]) :]
-        os.fsync(self._fd)  # before it has its name: who sees the name sees all bytes, also after a crash
+        os.fsync(self._fd)  # before it gets its name, so that the named file is complete even after a crash
         self._links = os.fstat(self._fd).st_nlink
 
     def link(self, target: str) -> None:
-        """Give the file a second name, which must not exist yet."""
+        """Create a second name for the file, which must not exist yet."""
         os.link(self.path, target)
 
     def rename(self, target: str) -> None:
-        """Give the file another name, replacing what has that name."""
+        """Rename the file, replacing an existing file of that name."""
         os.rename(self.path, target)
         self._named = False
 
     def is_at(self, target: str) -> bool | None:
         """Return whether this file has the name `target`, after `link` or `rename` failed; None if that can't
-        be told.
+        be determined.
 
         False is final.
         """
         try:
-            # Any error but ENOENT is retried here: not to know is the worst result, so it is worth PATIENCE
-            # seconds.
+            # Any error but ENOENT is retried here: an unknown result is the worst one, so it is worth
+            # PATIENCE seconds.
             here = retry(lambda: os.fstat(self._fd))
             mine = here.st_dev, here.st_ino
             if here.st_nlink > self._links or retry(lambda: inode(target)) == mine:
@@ -86,7 +87,7 @@ class _Hidden:
             self._close()  # a network file system keeps a file that is open
             retry(self._remove)
             return None if retry(lambda: inode(target)) == mine else False
-        except OSError:  # also ENOENT: nothing but our own `rename` removes the hidden name
+        except OSError:  # also ENOENT: only our own `rename` removes the hidden name
             return None
 
     def _remove(self) -> None:
@@ -111,14 +112,14 @@ def publish(target: str, data: bytes, replacing: bytes | None) -> None:
     folder = os.path.dirname(target)
     with ExitStack() as opened, storage_errors("Publishing", target):
         hidden = _Hidden(folder)
-        # Before the first byte is written: a full disk must not leave the hidden file behind.
+        # Registered before the first write, so that a full disk does not leave the hidden file behind.
         opened.callback(hidden.discard)
         hidden.write(data)
         folders: dict[str, int] = {}
         # The parent as well: the rank that made the step's folder need not have synced its name.
         parent = os.path.dirname(folder)
         for path in (folder, parent):
-            # Opened in advance: once the new version is in place, running out of descriptors must do no harm.
+            # Opened in advance, so that running out of descriptors can't fail a version that is in place.
             try:
                 folders[path] = open_folder(path)
             except PermissionError:
@@ -140,11 +141,11 @@ def publish(target: str, data: bytes, replacing: bytes | None) -> None:
 
 
 def _settle(hidden: _Hidden, target: str, act: Callable[[str], None]) -> None:
-    """Put the file in place by `act`. Raises `Unsettled` unless it is known whether it is there."""
+    """Put the file in place by calling `act`. Raises `Unsettled` if the result can't be determined."""
     try:
         act(target)
     except OSError as error:
-        # Also after FileExistsError: it may be our own link that exists, if the first reply was lost.
+        # Also after FileExistsError: if the first reply was lost, the existing link may be our own.
         there = hidden.is_at(target)
         if there:
             return
@@ -163,14 +164,14 @@ def _settle(hidden: _Hidden, target: str, act: Callable[[str], None]) -> None:
 
 
 def _lock(target: str, replacing: bytes) -> int:
-    """Open and lock the version that is in place; return the descriptor. Raises `Conflict` if it is not the
-    one to replace."""
+    """Open and lock the version in place; return the descriptor. Raises `Conflict` if it is not the version
+    to replace."""
     try:
         fd = retry(lambda: open_to_lock(target), STALE)
     except FileNotFoundError:
         raise _conflict(target) from None
     try:
-        # First the content: a lock on another version than the one to replace would prove nothing.
+        # Check the content first: a lock on another version would be meaningless.
         here = os.fstat(fd)
         if (
             not stat.S_ISREG(here.st_mode)
@@ -179,7 +180,7 @@ def _lock(target: str, replacing: bytes) -> int:
             raise _conflict(target)
         if not lock(fd, _PUBLISH, alone=True):  # released by close, and at the process's end
             raise _conflict(target)
-        # Another save may have replaced it between open and lock; then this lock is on a file without a name.
+        # Another save may have replaced it between open and lock; then the lock is on an unlinked file.
         if inode(target, follow=True) != file_of(fd):
             raise _conflict(target)
     except BaseException:

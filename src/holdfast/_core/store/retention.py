@@ -1,4 +1,4 @@
-"""Which steps of a run stay: the newest, one in every so many or so often, and the best. Pure: no storage."""
+"""Retention: which steps of a run are kept (the newest, periodic ones, the best). Pure: no storage."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MODES = ("min", "max")
 
 
 class StepFacts(NamedTuple):
-    """What the index of a step says of it."""
+    """Facts about a step from its index."""
 
     step: int
     created: float | None = None
     """Seconds since 1970; None: not known."""
     metrics: Message | None = None
-    """None: not known. A metric that was no finite number is None in it."""
+    """None: not known. A metric that was not finite is None in it."""
     left: bool = False
     """Whether the run has left it behind by going back to an older step."""
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules by which steps stay; a step stays if any rule wants it. See `Checkpoints`."""
+    """The rules by which steps are kept; a step is kept if any rule selects it. See `Checkpoints`."""
 
     keep: int | None = None
     keep_every: int | timedelta | None = None
@@ -49,7 +49,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.best is not None and (not isinstance(self.best, str) or not self.best):
             raise BadInput(f"best must be the name of a metric, not {self.best!r}.")
-        # No default: the field has both, and the wrong one removes the best step.
+        # No default: both modes are common, and the wrong one would remove the best step.
         if self.best is not None and self.best_mode not in MODES:
             raise BadInput(
                 f"best={self.best!r} needs best_mode='min' or 'max', whether a low value is better or a high "
@@ -68,18 +68,18 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def asks_the_index(self) -> bool:
-        """Whether the numbers of the steps are not enough to choose."""
+        """Whether the rules need facts from the indexes, not only step numbers."""
         return self.best is not None or isinstance(self.keep_every, timedelta)
 
     def stays_by_number(self, step: int) -> bool:
         return isinstance(self.keep_every, int) and step % self.keep_every == 0
 
     def kept(self, steps: Collection[StepFacts]) -> dict[int, str]:
-        """Return the steps that stay, and why each of them does: ascending, those left behind first, which
-        count as older than all others.
+        """Return the steps to keep, each with its reasons: ascending, but steps that were left behind come
+        first, because they count as older than all others.
 
-        What an index does not tell is no reason to remove a step: one whose time or metrics are not known
-        stays if a rule asks for them.
+        Unknown facts are no reason to remove a step: if a rule needs the time or metrics of a step and they
+        are not known, the step is kept.
         """
         ascending = sorted(steps, key=lambda facts: (not facts.left, facts.step))
         if self.keep is None:
@@ -98,8 +98,8 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(self.keep_every, timedelta):
                 if facts.created is None:
                     why.append("its time is not known")
-                # From the oldest on: so the choice is the same however many steps are gone already.
-                # A clock that was ahead and was set back must not end the rule.
+                # From the oldest on, so that the choice does not depend on steps that were already removed.
+                # A negative distance (a clock that was set back) also selects the step.
                 elif last is None or not 0 <= facts.created - last < self.keep_every.total_seconds():
                     last = facts.created
                     why.append(f"every {self.keep_every}")
@@ -126,9 +126,9 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
         return [step for _, step in sorted(known, reverse=True)]
 
     def checked(self, metrics: Mapping[str, SupportsFloat]) -> Message:
-        """Return metrics as an index holds them: numbers, and None for one that is not finite.
+        """Return metrics as stored in an index: numbers, and None for a number that is not finite.
 
-        Raises BadInput if they are no numbers, or lack the one by which the best step is chosen.
+        Raises BadInput if they are not numbers, or if the metric for the best step is missing.
         """
         found: Message = {}
         try:
@@ -159,7 +159,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(rules)
 
     def describe(self) -> Message:
-        """Return the rules as they stand in an index, for people and `inspect`."""
+        """Return the rules as stored in an index, for users and `inspect`."""
         every = self.keep_every
         seconds = f"{every.total_seconds()} s" if isinstance(every, timedelta) else every
         rules = {
@@ -173,7 +173,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def retention_of(described: object) -> Retention | None:
-    """Return the rules in an index, which is not trusted; None if there are none, or they make no sense."""
+    """Return the rules in an index, which is not trusted; None if there are none, or they are invalid."""
     if not isinstance(described, dict):
         return None
     names = ("keep", "keep_every", "best", "best_mode")
@@ -188,7 +188,8 @@ def retention_of(described: object) -> Retention | None:
 
 
 def facts_of(step: int, about: Mapping[str, object]) -> StepFacts:
-    """Return what an index, which is not trusted, says of a step: one without metrics was saved without."""
+    """Return the facts about a step in an index, which is not trusted. Without the key, there are no
+    metrics."""
     created, metrics = about.get("created"), about.get("metrics", {})
     return StepFacts(step, _number(created), metrics if isinstance(metrics, dict) else None)
 
