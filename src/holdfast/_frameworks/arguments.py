@@ -1,7 +1,7 @@
-"""The arguments of a call by name, as the installed version of the replaced function takes them.
+"""Converts the arguments of a call to keywords by the signature of the installed, replaced function.
 
-Another version may have another argument at the same position: megatron-core 0.17 took `common_strategy` out
-of the middle. So positions are bound by the signature of the original, and ours gets names.
+Positions differ between versions: megatron-core 0.17 removed `common_strategy` from the middle. So positional
+arguments are bound to the signature of the original, and the replacement is called with keywords.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @cache
 def names_of(function: Function) -> tuple[str, ...]:
-    """Return the names of a function's arguments; without those that collect others."""
+    """Return the names of a function's parameters, except for `*args` and `**kwargs`."""
     return tuple(name for name, one in inspect.signature(function).parameters.items() if one.kind in _NAMED)
 
 
@@ -29,9 +29,9 @@ def by_name(
 ) -> dict[str, object]:
     """Return the arguments of a call of `original` by name.
 
-    known: the names that ours takes; those that the original lacks may be given by name.
-    Raises TypeError where the original would, and BadInput for an argument that is not known, unless it has
-    its default value.
+    known: the parameters of the replacement; ones that the original lacks may be given by name.
+    Raises TypeError where the original would, and BadInput for an unknown argument, unless it has its default
+    value.
     """
     theirs = inspect.signature(original)
     names = names_of(original)
@@ -56,7 +56,7 @@ def by_name(
 
 
 def taking_those_of(original: Function) -> Callable[[F], F]:
-    """Make a function take its arguments as the original does: by its positions, or by name."""
+    """Decorate a function to take positional arguments in the order of the original, and keywords."""
 
     def decorate(ours: F) -> F:
         known = names_of(ours)

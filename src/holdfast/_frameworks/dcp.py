@@ -48,7 +48,7 @@ __all__ = ["async_save", "load", "load_state_dict", "save", "save_state_dict"]
 
 
 def _second(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Let a function take one argument by position that is by keyword only, as torch DCP does."""
+    """Let a function take one keyword-only argument also by position, as torch DCP does."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -143,7 +143,7 @@ def load(
     if isinstance(state_dict, MutableMapping):
         for key, value in [*state_dict.items()]:
             if not is_stateful(value):
-                state_dict[key] = value  # as DCP does: a dict of the user's may listen
+                state_dict[key] = value  # as DCP does: a user's dict class may react to it
 
 
 @raising(of_torch)
@@ -257,14 +257,14 @@ def _torchs(name: str, why: OnlyTorch, job: Job | None = None, objects_may_diffe
 
 
 def _given(**named: object) -> dict[str, object]:
-    """Return the arguments that are not left at their defaults: an older torch has not all of them."""
+    """Return the arguments that differ from their defaults: an older torch lacks some of them."""
     defaults = {"no_dist": False, "use_collectives": True}
     return {name: value for name, value in named.items() if value is not defaults.get(name)}
 
 
 @contextmanager
 def _in_torchs_words() -> Iterator[None]:
-    """Begin errors with what torch DCP says of them, because programs search for that."""
+    """Prefix errors with torch DCP's message for them, because programs search for that text."""
     try:
         yield
     except MissingTensors as error:
@@ -282,7 +282,7 @@ def _in_torchs_words() -> Iterator[None]:
 
 
 class _Save(SaveJob):
-    """A save that reads the state now, and writes the marker for tools of DCP after its commit."""
+    """A save that reads the state on construction, and writes the marker for DCP's tools after its commit."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
 """What Holdfast does with each argument of torch DCP's writers, readers, planners and stagers.
 
-Each is honoured, or moot (it says how DCP works, and whatever it says, the checkpoint is the one that was
-asked for), or only torch DCP can do it: then `understand` raises `OnlyTorch`, and the call goes there.
-`TAKES` has the decisions; a test compares them with the constructors of the installed torch. An attribute
-without a decision, of a newer torch, is torch's if it is not what a plain object has. So is an object of
-another class, or one whose methods were replaced: every rank plans alone, so code that needs the plans of all
-ranks can't run.
+An argument is honoured, or moot (it tunes DCP's implementation, and does not affect the checkpoint), or only
+torch DCP supports it: then `understand` raises `OnlyTorch`, and the call goes to torch DCP. `TAKES` has the
+decisions; a test compares them with the constructors of the installed torch. Calls with an undecided
+attribute of a newer torch go to torch DCP unless it has its default value. So do calls with an object of
+another class, or with replaced methods: each rank plans alone, so code that needs the plans of all ranks
+can't run.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _DCP = "torch.distributed.checkpoint"
 
 
 class OnlyTorch(BadInput):
-    """Only torch DCP can do what this call asks for."""
+    """Only torch DCP supports an argument of this call."""
 
 
 class ArgumentRules(NamedTuple):
-    """The decisions on the arguments of a class."""
+    """The decisions on a class's arguments."""
 
     honoured: tuple[str, ...] = ()
     moot: Mapping[str, str] = {}
-    """Why any value gives what it promises."""
+    """Arguments without effect, with the reason why any value is satisfied."""
     torchs: Mapping[str, str] = {}
-    """Why another value than the default goes to torch DCP."""
+    """Arguments that go to torch DCP unless they have their default, with the reason."""
     kept_as: Mapping[str, str] = {}
-    """The attribute that has an argument's value, if it is not named like it."""
+    """The attribute with an argument's value, if it has another name."""
     made: tuple[str, ...] = ()
-    """Attributes that no argument sets."""
+    """Attributes that are not set by an argument."""
 
 
 _COPY = "a copy is made in any case, and its memory is used again"
@@ -105,18 +105,18 @@ TAKES: Mapping[str, Mapping[str, Mapping[str, ArgumentRules]]] = {
         "planner": {f"{_DCP}.default_planner.DefaultLoadPlanner": _LOAD_PLANNER},
     },
 }
-"""By call, argument and class. A class that is not listed is torch's."""
+"""Rules by call, argument and class. A call with an object of an unlisted class goes to torch DCP."""
 _ROLES = {
     "storage_writer": "storage.StorageWriter",
     "storage_reader": "storage.StorageReader",
     "async_stager": "staging.AsyncStager",
 }
-"""The class that an object in a role has; that of a planner depends on the call."""
+"""The required base class of each argument; that of a planner depends on the call."""
 _URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 class Understood(NamedTuple):
-    """What the objects that a call of DCP was given ask for."""
+    """The settings derived from the objects given to a DCP call."""
 
     folder: str | os.PathLike[str]
     overwrite: bool = True
@@ -124,13 +124,13 @@ class Understood(NamedTuple):
     partial: bool = False
     """May requested names be missing?"""
     save_id: str = MARKER
-    """What the `.metadata` calls the save."""
+    """The ID of the save for the `.metadata`."""
 
 
 def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given: object) -> Understood:
-    """Return what the arguments of `save`, `load` or `async_save` ask for.
+    """Derive the settings from the arguments of `save`, `load` or `async_save`.
 
-    Raises OnlyTorch for what only torch DCP can do, BadInput for what is wrong.
+    Raises OnlyTorch for arguments that only torch DCP supports, BadInput for invalid ones.
     """
     for name, value in given.items():
         if value is not None:
@@ -157,12 +157,12 @@ def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given:
 
 
 def _is_read(store: Store) -> bool:
-    """Return whether a folder is one of ours, or has whole tensors as transformers finds them."""
+    """Return whether a folder has a Holdfast checkpoint, or the weight files of a published model."""
     return store.stat(INDEX) is not None or weights_file(store) is not None
 
 
 def _check_role(call: str, name: str, value: object) -> None:
-    """Raise BadInput if an object can't be what it is given as, which torch DCP does not check."""
+    """Raise BadInput if an object has the wrong type for its argument, which torch DCP does not check."""
     role = _ROLES.get(name) or ("planner.LoadPlanner" if call == "load" else "planner.SavePlanner")
     module, _, last = role.partition(".")
     if not isinstance(value, getattr(import_module(f"{_DCP}.{module}"), last)):
@@ -175,7 +175,7 @@ def _check_role(call: str, name: str, value: object) -> None:
 
 
 def _check(call: str, name: str, value: Any, checkpoint_id: object) -> None:
-    """Raise OnlyTorch if an argument asks for something that Holdfast does not do."""
+    """Raise OnlyTorch if an argument requests something that Holdfast does not support."""
     theirs = type(value)
     kind = TAKES[call][name].get(f"{theirs.__module__}.{theirs.__qualname__}")
     if kind is None:
@@ -187,9 +187,9 @@ def _check(call: str, name: str, value: Any, checkpoint_id: object) -> None:
             hint=f"Leave {name} out{there if checkpoint_id is None else ''}.",
         )
     if name == "async_stager":
-        return  # it only copies the state, so none of its attributes is looked at
+        return  # it only copies the state, so its attributes don't matter
     arguments = {attribute: argument for argument, attribute in kind.kept_as.items()}
-    # An object like the given one, with the defaults of what only torch DCP can do.
+    # A default object of the same class, for comparison.
     plain = vars(theirs(value.path) if "path" in kind.honoured else theirs())
     for attribute, found in vars(value).items():
         argument = arguments.get(attribute, attribute)
@@ -205,7 +205,7 @@ def _check(call: str, name: str, value: Any, checkpoint_id: object) -> None:
 
 
 def _same(one: object, other: object) -> bool:
-    """Compare attributes; torch's own helpers are compared by theirs."""
+    """Compare two attributes; torch's helper objects are compared by their own attributes."""
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     if type(one) is not type(other):

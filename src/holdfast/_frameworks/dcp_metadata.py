@@ -1,9 +1,9 @@
-"""torch DCP's `.metadata`: the one of an export, and the marker beside a Holdfast checkpoint.
+"""torch DCP's `.metadata`: that of an export, and the marker beside a Holdfast checkpoint.
 
-Tools recognise a checkpoint of torch DCP by its `.metadata` (as torchtitan does to find the newest step). The
-marker shows them names, dtypes, shapes, and how names are nested. In a process that has imported
-`holdfast.dcp`, stock DCP loads it (`dcp_reader`); elsewhere, that raises FileNotFoundError for a file whose
-name says what to do.
+Tools recognise a torch DCP checkpoint by its `.metadata` (as torchtitan does to find the newest step). The
+marker has names, dtypes, shapes, and the nesting of names. In a process that has imported `holdfast.dcp`,
+stock DCP loads such a checkpoint (`dcp_reader`); elsewhere, it raises FileNotFoundError for a file whose name
+says what to do.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Stored: TypeAlias = "dict[dcp.MetadataIndex, StorageInfo]"
 
 
 VERSION = "1.0.0"
-"""Of DCP's Metadata; a field of it since torch 2.9."""
+"""Value of `Metadata.version`, a field since torch 2.9."""
 
 
 class LazyMetadata(dcp.Metadata):
-    """DCP's Metadata of a checkpoint, read from its index when it is first looked at.
+    """DCP's Metadata of a checkpoint, read from its index on first access.
 
-    What `holdfast.dcp.save` returns also has the fields of the SaveReport.
+    The result of `holdfast.dcp.save` also has the fields of the SaveReport.
     """
 
     def __init__(self, store: Store, report: SaveReport | None = None) -> None:
@@ -52,7 +52,7 @@ class LazyMetadata(dcp.Metadata):
         vars(self).update(version=VERSION, storage_meta=meta, _store=store, _report=report)
 
     def __getattr__(self, name: str) -> Any:
-        # Only for what is not there yet. An index of a million tensors is read only by who wants it.
+        # Called only for missing attributes: an index may have a million tensors, so it is read on demand.
         if name == "state_dict_metadata":
             with open_source(self._store) as source:
                 self.state_dict_metadata = describe(source.select())
@@ -70,7 +70,7 @@ def encode(
     place: str = "",
     modules: list[str] | None = None,
 ) -> bytes:
-    """Encode a `.metadata`. What concerns the whole checkpoint comes first, to be found without the rest."""
+    """Encode a `.metadata`. Fields about the whole checkpoint come first, to be found without the rest."""
     # Made by torch, then refilled: pickle writes attributes in the order in which they were set.
     metadata = dcp.Metadata({}, storage_meta=dcp.StorageMeta(save_id=save_id))
     vars(metadata.storage_meta).pop("checkpoint_id")  # to come after the others, as it may be long
@@ -84,10 +84,10 @@ def encode(
 
 
 def dcp_marker(columns: Columns, nesting: Flat, place: str, save_id: str) -> bytes:
-    """Make a `.metadata` of every tensor and object in an index; all of them name one file, `MARKER`.
+    """Make a `.metadata` of all tensors and objects in an index, which all refer to one file, `MARKER`.
 
-    nesting: has the containers of the committer's state. place: the folder. save_id: of the writer given.
-    Tensors of one dtype and shape share their description, which is most of the cost.
+    nesting: has the containers of the committer's state. place: the folder. save_id: of the given writer.
+    Tensors of the same dtype and shape share their description, as descriptions are most of the cost.
     """
     described, nowhere = describe(columns), storage_info(MARKER, 0, 0)
     stored = {
@@ -130,7 +130,7 @@ def mark(store: Store, nesting: Flat, save_id: str) -> None:
         with open_index(store) as index:
             columns = index.select()
         replace_file(store, METADATA, dcp_marker(columns, nesting, store.url, save_id))
-    # Whatever is raised: the checkpoint is committed, and a missing marker must not fail the save.
+    # Any error: the checkpoint is committed, and a missing marker must not fail the save.
     except Exception as error:
         log.warning(
             "%s is committed, but tools of torch DCP won't find it: its %s could not be written (%s).",

@@ -1,8 +1,8 @@
-"""The way back: stock torch DCP, and the tools that stand on it, read a Holdfast checkpoint.
+"""Lets stock torch DCP, and tools based on it, read a Holdfast checkpoint.
 
-A tool that takes a `storage_reader` is given a `HoldfastReader`. Most make a `FileSystemReader` themselves
+Give a `HoldfastReader` to a tool that takes a `storage_reader`. Most create a `FileSystemReader` themselves
 (`dcp_to_torch_save`, Accelerate's `merge_fsdp_weights`, Lightning's consolidation): `readable_by_torch` lets
-it read a Holdfast folder, where it could only fail, and changes nothing else.
+that class read Holdfast folders, where it would fail otherwise, and changes nothing else.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HoldfastReader(StorageReader):
             self._path = checkpoint_id
 
     def read_metadata(self, *args: object, **named: object) -> Metadata:
-        # Until the data is read, or this is no longer used.
+        # Pinned until the data is read, or this reader is garbage-collected.
         self._release()
         store = open_store(self._path)
         self._release = finalize(self, Pin(store).close)
@@ -68,7 +68,7 @@ class HoldfastReader(StorageReader):
         return metadata
 
     def split(self, metadata: Metadata) -> None:
-        """Name the parts of lists, as torch DCP does, where the metadata names the lists."""
+        """Replace lists in the metadata by their parts, as torch DCP stores them."""
         with StoredCheckpoint(self._path) as checkpoint:
             lists = _lists(checkpoint)
         described, planned = metadata.state_dict_metadata, metadata.planner_data
@@ -83,7 +83,7 @@ class HoldfastReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: object, **named: object
     ) -> None:
-        """Nothing: the folder is opened when it is read."""
+        """Do nothing: the folder is opened for each read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -122,8 +122,8 @@ class HoldfastReader(StorageReader):
 
 
 class _Described(dict[str, Any]):
-    """DCP's descriptions. A list that is named by its parts is also found under its own name, for a state
-    with something else in its place; its name is not listed, as DCP takes a checkpoint with it for one of
+    """DCP's descriptions. A list stored in parts is also found under its own name, for a state with another
+    object in its place; iteration leaves that name out, as DCP would take the checkpoint for one of
     torch 2.3."""
 
     def __init__(self, described: Mapping[str, Any], lists: Container[str]) -> None:
@@ -140,13 +140,13 @@ class _Described(dict[str, Any]):
 
 
 def _lists(checkpoint: StoredCheckpoint) -> dict[str, list[Any]]:
-    """Return the objects that DCP stores in parts. What belongs to one rank is in no state of DCP's."""
+    """Return the objects that DCP stores in parts. Objects of a single rank don't occur in DCP's states."""
     names = [spec.name for spec in checkpoint.specs(checkpoint) if spec.kind == OBJECT]
     found = {}
     for name, data in checkpoint.encoded(name for name in names if rank_in_name(name) is None).items():
         if data[:1] == PLAIN and data[1:2] != b"[":
             continue
-        with suppress(LoadFailed):  # a class that is not allowed: no list of DCP's
+        with suppress(LoadFailed):  # a class that is not allowed: not a list from DCP
             value = checkpoint.decoded(name, data)
             if isinstance(value, list) and [*in_parts(name, value)[0]] != [name]:
                 found[name] = value
@@ -154,7 +154,7 @@ def _lists(checkpoint: StoredCheckpoint) -> dict[str, list[Any]]:
 
 
 def _stored_in(name: str, checkpoint: StoredCheckpoint) -> str:
-    """Return the name of the object that a name of DCP's is, or is a part of."""
+    """Return the stored object for a DCP name, which may be that of a part."""
     while name not in checkpoint and "." in name:
         name = name.rpartition(".")[0]
     return name
@@ -187,7 +187,7 @@ def _reads_index(original: Callable[..., Metadata]) -> Callable[..., Metadata]:
     def read_metadata(self: FileSystemReader, *args: Any, **named: Any) -> Metadata:
         folder = Path(self.path)
         reader, is_ours = HoldfastReader(folder), (folder / INDEX).exists()
-        # `holdfast.save` wrote it; where a `.metadata` is beside the index, it says more of the names.
+        # From `holdfast.save`. If there is a `.metadata` beside the index, it has the nesting of names, too.
         if is_ours and not (folder / METADATA).exists():
             metadata = reader.read_metadata()
             metadata.storage_data = {}
@@ -210,7 +210,7 @@ def _reads_ours(original: Callable[..., Future[None]]) -> Callable[..., Future[N
 
 
 def _is_marker(storage_data: Mapping[Any, Any]) -> bool:
-    """Return whether nothing is stored where DCP would look for it."""
+    """Return whether a `.metadata` is a marker: the file that it refers to does not exist."""
     stored = next(iter(storage_data.values()), None)
     return stored is None or stored.relative_path == MARKER
 
@@ -219,4 +219,4 @@ READS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "read_metadata": _reads_index,
     "read_data": _reads_ours,
 }
-"""Methods of torch's reader, and what makes one of them read our folders, too."""
+"""By method of torch's reader: a function that makes the method read Holdfast folders, too."""

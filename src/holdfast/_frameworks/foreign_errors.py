@@ -1,4 +1,4 @@
-"""Our errors as subclasses of a framework's errors, so that code which catches the framework's catches ours.
+"""Holdfast's errors as subclasses of a framework's errors, so that existing `except` clauses catch them.
 
 For example `except CheckpointingException` around `dist_checkpointing.load` catches a `CorruptCheckpoint`,
 which keeps its type and its fields.
@@ -30,7 +30,7 @@ def kind_of_both(ours: type[HoldfastError], theirs: type[BaseException]) -> type
 
 @contextmanager
 def raising(find: Callable[[], type[BaseException]]) -> Iterator[None]:
-    """Turn our errors that leave this block into subclasses of what `find` returns."""
+    """Turn Holdfast's errors that leave this block into subclasses of the class that `find` returns."""
     try:
         yield
     except HoldfastError as error:

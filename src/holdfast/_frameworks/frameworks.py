@@ -40,7 +40,7 @@ class Framework:
     """Frameworks that it calls; `install` changes them, too."""
     paths_differ: bool = False
     """Whether ranks may give a guarded function different paths: it takes rank 0's, or each host has a disk
-    of its own. So paths don't tell one call from another."""
+    of its own. Then paths can't identify a call."""
 
 
 def _verl(settings: Settings) -> Iterator[Replacement]:
@@ -221,8 +221,8 @@ TELLING_APART = (
     "self.state.global_step",
     "self.save_iteration",
 )
-"""Arguments of guarded functions, or attributes of them, that differ from call to call and are the same on
-all ranks; the first one that a call has is taken."""
+"""Arguments of guarded functions, or their attributes, that identify a call: they differ between calls and
+are the same on all ranks. The first one present is used."""
 NAMES = tuple(framework.name for framework in FRAMEWORKS)
 
 
@@ -245,9 +245,9 @@ def guard_of(
 ) -> Replacement:
     """Make the replacement that guards a function, `module:qualified name`: waits inside have deadlines.
 
-    reached: what each call of the function calls first, with its dotted name. told_by: classes of arguments
-        that are known to be the same on all ranks, so that they tell one call from another. Nothing is known
-        of a user's own function: a rank may count its own steps, or have a folder of its own.
+    reached: called first in each call of the function, with its dotted name. told_by: types of arguments that
+        are the same on all ranks, so that they identify a call. Empty for a user's own function: a rank may
+        count its own steps, or have a folder of its own.
     """
     module, _, name = place.partition(":")
 
@@ -270,9 +270,9 @@ def _told_apart(
     named: dict[str, object],
     kinds: type | UnionType | tuple[()],
 ) -> str:
-    """Return a text that differs from call to call and is the same on all ranks; "" if there is none.
+    """Return a text that identifies a call: equal on all ranks, different for each call; "" if there is none.
 
-    kinds: classes of such values.
+    kinds: types of arguments that may be used.
     """
     try:
         given = inspect.signature(function).bind(*args, **named).arguments

@@ -97,12 +97,12 @@ def handle_gdn_in_state_dict(
 def preprocess_state_dict_for_uneven_dtensor(
     state_dict: State, model: torch.nn.Module | None = None
 ) -> State:
-    """Give each DTensor without chunk metadata such metadata, and remove what no checkpoint can hold, in
+    """Add chunk metadata to each DTensor that lacks it, and remove values that a checkpoint can't store, in
     place: the classes in the parameter groups of an offloaded optimizer, which are settings of the process.
 
-    model: the model whose parameters give the offsets. Without it, and for a tensor of no parameter, the
-        offset stays open: `holdfast.save` and `holdfast.load` compute it from the lengths that all ranks
-        hold. (torch DCP can't, and needs the model here.)
+    model: the model whose parameters define the offsets. Without it, and for a tensor that belongs to no
+        parameter, the offset stays undefined: `holdfast.save` and `holdfast.load` compute it from the lengths
+        on all ranks. (torch DCP can't, and needs the model here.)
     """
     for group in state_dict.get("optimizer", {}).get("param_to_group_meta", {}).values():
         for key in [key for key, value in group.items() if isinstance(value, type)]:
@@ -125,12 +125,12 @@ def preprocess_state_dict_for_uneven_dtensor(
 
 
 def fill_missing_states(model: torch.nn.Module, optimizer_state_dict: State) -> list[str]:
-    """Add zero optimizer state for parameters that this rank holds a part of and has no state for; they never
-    got a gradient, or another device has it.
+    """Add zero optimizer state for parameters of which this rank holds a part but no state: they never got a
+    gradient, or another device has the state.
 
-    Without this, a save fails, and names the first tensor that only other ranks have. Adds only states of the
-    parameter's shape; `step` comes from the ranks that have it. Returns the names of the parameters; none if
-    this rank has no optimizer state at all.
+    Without this, a save fails with the name of the first tensor that only other ranks have. Adds only states
+    of the parameter's shape; `step` comes from the ranks that have it. Returns the names of the parameters;
+    none if this rank has no optimizer state at all.
     """
     states = optimizer_state_dict["state"]
     # Frameworks put `module.` before names, once or several times; added names get the same prefix.
@@ -255,8 +255,8 @@ def _split_all(
 
 
 def _with_dtensors(optimizer_state: State, slices: _Parameters) -> State:
-    """Return an optimizer's state in which each tensor of its parameter's shape is a DTensor. An offloaded
-    optimizer may have the local tensor alone, on the host."""
+    """Return an optimizer's state with each tensor of its parameter's shape as a DTensor. An offloaded
+    optimizer may have just the local tensor, in host memory."""
 
     def declared(parameter: Any, value: object) -> object:
         if is_dtensor(value) or not isinstance(value, torch.Tensor) or not is_dtensor(parameter):
@@ -288,7 +288,7 @@ def _tensor_parallel(value: DTensor) -> tuple[int | None, int, int]:
 
 
 def _left(value: DTensor) -> tuple[int, ...]:
-    """Return the shape of a rank's tensor-parallel shard."""
+    """Return the shape of this rank's tensor-parallel shard."""
     axis, _, parts = _tensor_parallel(value)
     return tuple(size // parts if dim == axis else size for dim, size in enumerate(value.shape))
 
@@ -344,7 +344,7 @@ def _split(key: str, value: DTensor, parts: Split, elements: slice | None) -> di
 
 
 def _over(like: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
-    """Make a DTensor over the memory of a local tensor, placed as another one."""
+    """Make a DTensor over the memory of a local tensor, with the mesh and placements of `like`."""
     from torch.distributed.tensor import DTensor
 
     made = DTensor.from_local(
@@ -357,7 +357,8 @@ def _over(like: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
         # On the meta device, because only the strides are needed.
         stride=torch.empty(shape, device="meta").stride(),
     )
-    # Set afterwards: from_local copies what is not on the device of the mesh, and a load must fill this.
+    # Set afterwards: from_local copies a tensor that is on another device than the mesh, and a load must fill
+    # this one.
     set_local(made, local.detach())
     return made
 

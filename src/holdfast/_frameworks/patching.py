@@ -1,8 +1,8 @@
-"""Replacing functions of other packages by ours, now or when their module is imported, and putting them back.
+"""Patches functions of other packages, now or when their module is imported, and restores them.
 
 A function is replaced where it is defined. Modules that have bound it by `from ... import` are found through
-`sys.modules` and get the new one, too. Another object that bound the old one before (a closure, a `partial`,
-an instance) still calls it: so frameworks are told to call `install()` first.
+`sys.modules` and get the new one, too. Other objects that bound the old one before (a closure, a `partial`,
+an instance) still call it: so `install()` should be called first.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Replacement:
     optional: bool = False
     """Some versions do not have it; then it is not reported as missing."""
     adds: bool = False
-    """The package calls this name if it exists, and does not define it itself. Such a one is `optional`."""
+    """The package does not define this name, but calls it if it exists. Set `optional`, too."""
     takes: Callable[[], Collection[str]] | None = None
-    """Returns the arguments that ours decides about; others, given by a caller, are refused or left to the
+    """Returns the arguments that the replacement handles; calls with others are refused or left to the
     original. None: all are passed on to the original."""
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Patches:
         """Replacements whose module is imported and has no such name."""
         self._wanted: dict[str, list[Replacement]] = {}
         self._active = True
-        # Reentrant: making a replacement may import another module that is waited for.
+        # Reentrant: making a replacement may import another module that has replacements.
         self._lock = threading.RLock()
 
     def begin(self, replacements: Iterable[Replacement]) -> None:
@@ -95,7 +95,7 @@ class Patches:
 
     def _on_import(self, module: types.ModuleType) -> None:
         with self._lock:
-            # This hook belongs to an installation that was undone.
+            # The installation of this hook was undone.
             if not self._active:
                 return
             for replacement in self._wanted.get(module.__name__, ()):
@@ -112,7 +112,7 @@ class Patches:
             target = getattr(target, part, None)
         # Statically, because getattr would bind a classmethod, and `_made` must see that it is one.
         raw = inspect.getattr_static(target, attribute, None) if target is not None else None
-        # This version does not have it, or defines itself what was to be added.
+        # This version lacks the function, or already defines the one to be added.
         if target is None or (raw is None) != replacement.adds:
             if not replacement.optional:
                 self.missing.append(replacement)
@@ -124,7 +124,7 @@ class Patches:
         self.done.append(AppliedReplacement(replacement, target, attribute, before, raw, new))
 
     def put_back(self) -> list[tuple[object, object]]:
-        """Put the originals back where they are defined. Return what is to be replaced by what elsewhere."""
+        """Restore the originals where they are defined. Return the (old, new) pairs to rebind elsewhere."""
         with self._lock:
             self._active = False
             # In reverse order, because two replacements may have the same name.
@@ -155,13 +155,13 @@ def original_of(function: F) -> F:
 
 
 def undo(patches: Sequence[Patches]) -> None:
-    """Put the originals back, also in modules that have bound a new function since."""
+    """Restore the originals, also in modules that have bound a replacement since."""
     # In reverse order, because one replacement may wrap another, as a guard wraps a replaced save.
     _rebind([pair for one in reversed(patches) for pair in one.put_back()])
 
 
 def rebind(patches: Iterable[Patches]) -> None:
-    """Replace functions also in modules that have bound them before; later ones bind the new functions."""
+    """Replace functions also in modules that have already bound them; later imports bind the new ones."""
     _rebind([(done.original, done.new) for one in patches for done in one.done if done.original is not None])
 
 

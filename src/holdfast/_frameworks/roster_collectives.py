@@ -1,8 +1,8 @@
-"""Replacements for collectives of `torch.distributed` that wait over the roster: with a deadline, and errors
+"""Replacements for collectives of `torch.distributed` that wait on the roster: with a deadline, and errors
 that name the missing rank.
 
-A barrier goes over the roster entirely. All others stay as they are, but their ranks meet on the roster
-first, so that no rank enters a collective that another rank never reaches.
+A barrier runs entirely on the roster. Other collectives are unchanged, but their ranks first synchronize on
+the roster, so that no rank enters a collective that another rank never reaches.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ MEET_FIRST = (
     "gather_object",
     "scatter_object_list",
 )
-"""Names in `torch.distributed` of collectives whose ranks meet before the collective itself is issued."""
+"""Names in `torch.distributed` of collectives whose ranks synchronize before the collective is issued."""
 MEET_ALWAYS, MEET_EVERY = 16, 128
-"""Ranks meet before the first MEET_ALWAYS of these on a group, then before every MEET_EVERY-th: an export of
-weights issues tens of thousands. All ranks of a group count alike, because they issue the same."""
+"""Ranks synchronize before the first MEET_ALWAYS collectives on a group, then before every MEET_EVERY-th: an
+export of weights issues tens of thousands. All ranks of a group have the same count of issued collectives."""
 SMALL = 1024
-"""Elements of the largest tensor that goes over the roster, where only some ranks of the world take part."""
+"""Maximum number of elements of a tensor that is reduced on the roster, when some ranks don't take part."""
 
 
 @dataclass
@@ -55,9 +55,10 @@ class RosterCollectives:
     """The collectives of one guarded call.
 
     title: the name of this place in errors; the same on all ranks.
-    participants: the ranks that "all ranks" means; None: the world. Other groups keep their own ranks.
-    call: a text that differs between calls with the same title; the same on all ranks.
-    like_stock: whether no wait fails before the collective itself would, whatever the job's timeout is.
+    participants: the ranks that stand for the world group; None: all. Other groups keep their own ranks.
+    call: a text that identifies a call among those with the same title; the same on all ranks.
+    like_stock: whether waits last at least as long as the collective's own timeout, even if the job's is
+        shorter.
     """
 
     title: str
@@ -66,7 +67,7 @@ class RosterCollectives:
     call: str = ""
     like_stock: bool = False
     absent: frozenset[int] = frozenset()
-    """Ranks that the others do without; one of these that comes late waits for nobody."""
+    """Ranks that the others don't wait for; if one arrives late, it does not wait for others either."""
     _issued: dict[tuple[int, ...], int] = field(default_factory=dict)
     """The number of collectives issued on each group."""
 
@@ -80,7 +81,7 @@ class RosterCollectives:
     def meet_first(
         self, name: str, original: Callable[..., object], args: Sequence[object], named: dict[str, object]
     ) -> object:
-        """Issue the collective `name` once its ranks have come."""
+        """Issue the collective `name` once all of its ranks have arrived."""
         try:
             given = inspect.signature(original).bind(*args, **named).arguments
         except TypeError:  # torch raises the error for its arguments
@@ -96,8 +97,9 @@ class RosterCollectives:
             self._largest(*args, **named)  # type: ignore[arg-type]
             return None
         number = self._issued[ranks] = self._issued.get(ranks, 0) + 1
-        # A meeting costs messages of all ranks. A missing rank is found at the next meeting. An asynchronous
-        # call waits for nobody: before it ends, ranks may do what others wait for.
+        # Not always: synchronizing costs a message of each rank, and the next one detects a missing rank.
+        # Never for an asynchronous call, which must not block: other ranks may depend on what this rank does
+        # before they come.
         if (number <= MEET_ALWAYS or number % MEET_EVERY == 0) and not given.get("async_op"):
             self._meet(name, group)
         return original(*args, **named)
@@ -109,8 +111,8 @@ class RosterCollectives:
         group: object = None,
         async_op: bool = False,
     ) -> None:
-        """Do an all_reduce by MAX over the roster, among the participants: so frameworks find the iteration
-        that they load."""
+        """Do an all_reduce with MAX on the roster, among the participants: frameworks use it to find the
+        iteration to load."""
         if op != dist.ReduceOp.MAX or tensor.numel() > SMALL or tensor.is_floating_point() or async_op:
             raise self._refused("all_reduce, but of some whole numbers by MAX,")
         numbers = self._meet("all_reduce", group, tensor.flatten().tolist())
@@ -134,11 +136,12 @@ class RosterCollectives:
         return tuple(rank for rank in ranks if rank not in self.absent) if self.absent else ranks
 
     def _is_outside(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether this rank is not in a group. One that takes no part at all gets an error instead."""
+        """Return whether this rank is outside of a group. A rank that is no participant gets an error
+        later."""
         return dist.get_rank() not in ranks and ranks is not self.participants
 
     def _meet(self, kind: str, group: object, numbers: Sequence[int] = ()) -> Json:
-        """Wait until all ranks of a group have come; return the largest of each of their numbers."""
+        """Wait until all ranks of a group have arrived; return the elementwise maximum of their numbers."""
 
         def choose(given: dict[int, Json]) -> Json:
             return [max(some) for some in zip(*given.values(), strict=True)]

@@ -32,8 +32,8 @@ class Settings:
         return replace(self.job, participants=self.ranks())
 
     def of_a_call(self, anyone: bool = False) -> Job:
-        """Return the job of a call that stands for one of the framework's: its timeout is never shorter than
-        that one would wait. anyone: the call itself says who takes part."""
+        """Return the job of a call that replaces a framework's call: its timeout is at least the process
+        group's. anyone: leave the participants to the call itself."""
         timeout = self.job.timeout
         least = timeout if timeout is None else max(timeout, own_timeout(None))
         return replace(self.job, timeout=least, participants=None if anyone else self.ranks())
@@ -57,8 +57,8 @@ class Settings:
 def _of_megatron() -> tuple[int, ...] | None:
     """Return the ranks of megatron-core's groups; None if these are all ranks, or not known.
 
-    A rank knows its own model-parallel and data-parallel groups. The layout is a regular grid, so every rank
-    in it is this rank, shifted along both.
+    A rank knows its own model-parallel and data-parallel groups. The layout is a regular grid, so the ranks
+    are the sums of offsets in both groups.
     """
     # Only looked up, because a program without megatron-core must not import it for this.
     state = sys.modules.get("megatron.core.parallel_state")

@@ -1,8 +1,8 @@
 """Replacements for `torch.distributed.checkpoint` inside a framework's own save and load.
 
-They act only inside guarded functions; elsewhere a program that calls DCP gets DCP. What only torch DCP can
-do (another writer or planner, an argument that Holdfast can't honour) goes to DCP, with a warning.
-Everywhere, DCP's own reader also reads Holdfast folders, where it could only fail.
+They are active only inside guarded functions; elsewhere a program that calls DCP gets DCP. Calls that only
+torch DCP supports (another writer or planner, an unsupported argument) go to DCP, with a warning. Everywhere,
+DCP's own reader also reads Holdfast folders, where it would fail otherwise.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _READER = "torch.distributed.checkpoint.filesystem"
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
 _RANKS = ("checkpoint_id", "process_group", "no_dist")
 _MOOT = ("use_collectives", "async_checkpointer_type", "coordinator_rank")
-"""Arguments that say how DCP works, by whose collectives and in which process: ours has no collective, and
-writes in a process of its own."""
+"""Arguments that select DCP's implementation (collectives and writer process), and have no effect: Holdfast
+has no collectives, and always writes in a separate process."""
 
 
 def replacements(settings: Settings) -> Iterator[Replacement]:
@@ -45,7 +45,7 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
 
 
 def _taken(name: str) -> Callable[[], tuple[str, ...]]:
-    """Return what returns the arguments that a function of ours decides about."""
+    """Return a function that returns the arguments that the replacement handles."""
 
     def takes() -> tuple[str, ...]:
         from holdfast._frameworks import dcp_arguments
@@ -56,12 +56,12 @@ def _taken(name: str) -> Callable[[], tuple[str, ...]]:
 
 
 def _reading(name: str) -> MakeReplacement:
-    """Make a method of the reader that also reads our folders."""
+    """Make a method of the reader that also reads Holdfast folders."""
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
         def read(*args: Any, **named: Any) -> object:
-            # Imported here, as below; and when this is made, torch DCP is half imported.
+            # Imported here, as below; besides, torch DCP is only partially imported when `make` runs.
             from holdfast._frameworks.dcp_reader import READS
 
             return READS[name](original)(*args, **named)
@@ -72,12 +72,13 @@ def _reading(name: str) -> MakeReplacement:
 
 
 def _inside(name: str, settings: Settings) -> MakeReplacement:
-    """Make a function that calls ours when guarded, and DCP's elsewhere and for what only DCP can do."""
+    """Make a function that calls Holdfast's inside a guard, and DCP's elsewhere or if only DCP supports the
+    call."""
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
         def call(state_dict: StateDict, *args: Any, **named: Any) -> object:
-            # By position come only deprecated arguments, which no framework gives.
+            # Only deprecated arguments are positional, and frameworks don't pass them.
             if args or not is_guarded():
                 return original(state_dict, *args, **named)
             # Imported here: `install` must not import torch DCP into programs that don't use it.

@@ -68,11 +68,11 @@ PER_FILE = 4 << 30
 _AT_ONCE = 64 << 20
 """Bytes that an export reads at once; a chunk that is larger is read alone."""
 _EXPORT = "holdfast-export-"
-"""Begins the `save_id` in the `.metadata` of an export."""
+"""Prefix of the `save_id` in the `.metadata` of an export."""
 
 
 class _Checked(FileMemory):
-    """A chunk of a torch_dist file, of which the CRC-32 is checked."""
+    """A chunk of a torch_dist file, whose CRC-32 is checked on reading."""
 
     def __init__(self, spec: TensorSpec, box: Box, reader: Reader, location: ChunkLocation, meter: Meter):
         super().__init__(spec, box, reader.read_into, location.position, meter)
@@ -209,7 +209,7 @@ def export_torch_dist(
 
 
 def _small_files(store: Store) -> dict[str, bytes]:
-    """Return the files of an export beside the data, which megatron-core needs; none without common state."""
+    """Return the additional files that megatron-core needs in an export; none without common state."""
     with allowing(_safe_types()):
         common = read_object(store, COMMON)
         if common is None:
@@ -219,8 +219,8 @@ def _small_files(store: Store) -> dict[str, bytes]:
 
 
 def _finished(out: Store, label: str) -> str | None:
-    """Return what tells the files of a finished export from those of interrupted ones; None if there is no
-    finished one."""
+    """Return the text in the file names of a finished export, which interrupted ones lack; None if there is
+    no finished one."""
     if out.stat(METADATA) is None:
         return None
     with closing(out.open(METADATA)) as reader:
@@ -262,7 +262,7 @@ def _export(store: Store, index: Index, writer: _Writer, progress: ReportProgres
 
 
 def _batches(columns: Columns) -> Iterator[list[Wanted]]:
-    """Yield all chunks, as many at once as memory is meant for: each read has a cost of its own."""
+    """Yield all chunks in batches of at most `_AT_ONCE` bytes, because each read has a fixed cost."""
     batch, size = list[Wanted](), 0
     sizes = columns.chunk_bytes().tolist()
     for row, spec in enumerate(columns.specs()):
@@ -278,7 +278,7 @@ def _batches(columns: Columns) -> Iterator[list[Wanted]]:
 
 
 def _parts(name: str, value: object) -> tuple[dict[str, object], Paths]:
-    """Return what an export stores of an object, and under which paths."""
+    """Return the parts of an object that an export stores, and their paths."""
     if SHARD in name:
         return {name: [value]}, {name: (name,)}
     return metadata.in_parts(name, value) if isinstance(value, list) else ({name: value}, {name: (name,)})
@@ -304,7 +304,7 @@ class _Writer:
         self._out, self._names = out, list[str]()
         self._writer: Writer | None = None
         self._size = 0
-        """Of the file that is being written."""
+        """Size of the current file so far."""
 
     def add(self, key: dcp.MetadataIndex, archive: bytes) -> None:
         if self._writer is None or self._size > PER_FILE:

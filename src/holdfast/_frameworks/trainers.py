@@ -1,4 +1,4 @@
-"""What `install` guards in trainers that save through torch DCP: `module:qualified name` of each function."""
+"""Functions that `install` guards in trainers that save through torch DCP, as `module:qualified name`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRANSFORMERS = (
 
 
 def of_lightning(fabric: str, pytorch: str) -> tuple[str, ...]:
-    """Return Lightning's functions; its two parts are in one package, or each in its own."""
+    """Return Lightning's functions. fabric, pytorch: the packages, which depend on the distribution."""
     return (
         f"{fabric}.fabric:Fabric.save",
         f"{fabric}.fabric:Fabric.load",
@@ -45,9 +45,9 @@ def of_transformers(settings: Settings) -> Iterator[Replacement]:
 
 
 def _last(original: Callable[..., object]) -> Callable[..., object]:
-    """Make `get_last_checkpoint` that goes back to one whose save has ended.
+    """Make a `get_last_checkpoint` that skips incomplete checkpoints.
 
-    Trainer writes `trainer_state.json` when the rest is there, and can't resume without it.
+    Trainer writes `trainer_state.json` last, and can't resume without it.
     """
 
     @wraps(original)

@@ -1,4 +1,4 @@
-"""What hangs, where and why: evidence of a job's ranks is collected, and rules make a diagnosis of it.
+"""Diagnosis of hangs: collects evidence about the ranks of a job, and applies rules to it.
 
-Nothing in `evidence`, the readers and the rules imports torch: `holdfast diagnose` runs where only a log is.
+`evidence`, the readers and the rules don't import torch: `holdfast diagnose` needs only a log.
 """

@@ -1,4 +1,4 @@
-"""What an engineer says of a log at first sight: what its lines show, and where to look. It is no verdict."""
+"""First observations about a log, such as an experienced engineer makes: facts and hints, not a verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast._watch.evidence import Evidence, Operation, Progress, is_of_a_libr
 from holdfast._watch.verdict import Observation, listed
 
 MOST = 6
-"""Sentences of one kind."""
+"""Maximum number of sentences of one kind."""
 _OF_ONE_SIZE = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 _PEER = re.compile(r"(?:Connection closed by peer|Read error|Write error) \[([^\]]*)\]")
 _OF_ALL = "default_pg"
@@ -19,16 +19,16 @@ _Waits = dict[int, Operation]
 
 
 def advice(evidence: Evidence) -> tuple[Observation, ...]:
-    """Return what the evidence shows at first sight; nothing of a job without a sign of a fault."""
+    """Return the first observations; empty for a job without a sign of a fault."""
     findings = (_errors, _timeouts, _behind, _threads, _heartbeats)
     return tuple(one for finding in findings for one in islice(finding(evidence), MOST))
 
 
 def _timeouts(evidence: Evidence) -> Iterator[Observation]:
-    """Who has timed out in which operation, and who has not."""
+    """Yield the ranks with and without a timeout, by operation."""
     groups: dict[str, dict[int, _Waits]] = defaultdict(lambda: defaultdict(dict))
     for rank, one in evidence.timeouts():
-        # Where ranks count as in the job, it is the group of all ranks.
+        # If the rank in the group equals the global rank, assume the group of all ranks.
         group = one.group or (_OF_ALL if one.group_rank == rank else "")
         groups[_named(group)][one.number].setdefault(rank, one)
     first = {group: numbers[min(numbers)] for group, numbers in groups.items()}
@@ -40,7 +40,7 @@ def _timeouts(evidence: Evidence) -> Iterator[Observation]:
 
 
 def _named(group: str) -> str:
-    """Return one name for the group of all ranks, which torch numbers in several ways."""
+    """Normalize the name of the group of all ranks, which torch numbers in several ways."""
     return _OF_ALL if group.endswith(_OF_ALL) else group
 
 
@@ -76,7 +76,7 @@ def _of_group(evidence: Evidence, group: str, waits: _Waits) -> Iterator[Observa
 
 
 def _missing(evidence: Evidence, group: str, waits: _Waits) -> str:
-    """Say who of the group has no timeout; only where the group's ranks are known."""
+    """Format which ranks of the group have no timeout, as far as its members are known."""
     known = next((ranks for name, ranks in evidence.members.items() if _named(name) == group), None)
     is_of_all = group == _OF_ALL
     if known is None and is_of_all:
@@ -103,10 +103,10 @@ def _missing(evidence: Evidence, group: str, waits: _Waits) -> str:
 
 
 def _behind(evidence: Evidence) -> Iterator[Observation]:
-    """Ranks that have issued fewer collectives of a group than others."""
+    """Yield ranks that have issued fewer collectives of a group than others."""
     issued: dict[str, dict[int, Progress]] = defaultdict(dict)
     for rank, one in evidence.progress():
-        # Other numbers of torch before 2.5 count on each rank by themselves.
+        # Before torch 2.5, the numbers of other groups are local to each rank.
         if not one.group.startswith("PG ") or _named(one.group) == _OF_ALL:
             issued[_named(one.group)][rank] = one
     for group, ranks in issued.items():
@@ -118,7 +118,7 @@ def _behind(evidence: Evidence) -> Iterator[Observation]:
 
 
 def _threads(evidence: Evidence) -> Iterator[Observation]:
-    """Ranks with collectives on two threads, or in two groups: their order may differ between ranks."""
+    """Yield ranks with collectives on two threads, or in two groups: their order may differ by rank."""
     for rank in evidence.ranks.values():
         inside = [(stack.thread, call) for stack in rank.stacks for call in reversed(stack.calls)]
         inner = {thread: call for thread, call in inside if call.file.endswith("distributed_c10d.py")}
@@ -143,7 +143,7 @@ def _heartbeats(evidence: Evidence) -> Iterator[Observation]:
 
 
 def _errors(evidence: Evidence) -> Iterator[Observation]:
-    """What ranks raised before anybody's timeout in the same file, memory that was full, and lost peers."""
+    """Yield errors raised before the first timeout in the same file, out-of-memory errors, and lost peers."""
     first = evidence.first_timeouts()
     ends = [(f"rank {rank}", one) for rank, one in evidence.endings()]
     for whose, end in (*ends, *(("a rank", end) for end in evidence.raised)):

@@ -1,5 +1,5 @@
-"""One roll call on one rank: it answers, and stands in for ranks of its machine that can't. The rank that has
-called collects the answers, judges them, and tells the result."""
+"""One roll call on one rank: it answers, also for ranks of its host that can't. The rank that started the
+call collects the answers, makes the diagnosis, and logs it."""
 
 from __future__ import annotations
 
@@ -37,42 +37,42 @@ from holdfast._watch.verdict import TODO, Diagnosis, listed
 _SUCCESS = re.compile(r"exit(?:ed with)? code 0\b")
 log = logging.getLogger("holdfast")
 GRACE = 0.5
-"""Seconds in which a rank that has seen the call answers for itself."""
+"""Seconds for a rank to answer by itself after it has seen the call."""
 LOOKS = 10
-"""How often a rank looks whether it moves."""
+"""Number of stack samples with which a rank checks whether it makes progress."""
 LEAST = 1.0
-"""Seconds that this takes, at least."""
+"""Minimum duration of this sampling, in seconds."""
 SLOW = 3.0
-"""Seconds, beside the grace, in which the second answer of a rank may come: its machine may be loaded."""
+"""Extra seconds, beyond the grace, for the second answer of a rank: its host may be loaded."""
 NOTED = 2.0
-"""Seconds in which the folder answers which jobs have a part in a call."""
+"""Timeout in seconds for reading from the folder which jobs take part in a call."""
 JOINED = 3.0
-"""Seconds, beside those between the looks, in which the ranks of other jobs answer."""
+"""Timeout in seconds for the ranks of other jobs to answer, beyond the time between the two samples."""
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """`roll/<n>`: who calls, and why."""
+    """`roll/<n>`: a roll call; which rank has started it, and why."""
 
     by: int
     why: str
     pause: float
-    """Seconds between the two looks."""
+    """Seconds between the two samples of the stacks."""
     at: float
-    """The caller's clock, which also names the folder."""
+    """Start time by the caller's clock; also the name of the folder."""
     folder: str = ""
-    """The name of the folder, if somebody else has made it."""
+    """The name of the folder if it exists already, made by `holdfast doctor --all` or another job."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """`roll/<n>/<rank>`: what is known of one rank. Its file has the same."""
+    """`roll/<n>/<rank>`: the answer about one rank. `rank-<rank>.json` has the same content."""
 
     roll_call: Rank
     members: dict[str, tuple[int, ...]]
     world_size: int
     by: int
-    """The rank that answers: itself, or one of its machine."""
+    """The rank that answered: the rank itself, or another one on its host."""
     cut_off: dict[int, float] = {}
-    """Ranks whose host does not answer this one any more, and for how many seconds."""
+    """Ranks whose host stopped answering this one, and for how many seconds."""
 
 
 class Answering:
@@ -85,15 +85,15 @@ class Answering:
         self._pace = pace(base.world_size)
         folder = roll_call_folder()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(asked.at))
-        # A message may be a stranger's: nothing is written outside of this folder.
+        # Don't trust the message: never write outside of this folder.
         is_plain = os.path.basename(asked.folder) == asked.folder and not asked.folder.startswith(".")
         name = (asked.folder if is_plain else "") or f"{stamp}-{number}"
         self._folder = os.path.join(folder, ROLL_CALLS, name) if folder else ""
         self._part: Part | None = None
-        """Of this job, in a call of several."""
+        """This job's part in a call of several jobs."""
         self._writing = threading.Lock()
         self._latest: dict[int, Answer] = {}
-        """What is to be in the file of each rank."""
+        """The newest answer for the file of each rank."""
 
     def run(self) -> None:
         rank = self._base.rank
@@ -101,18 +101,18 @@ class Answering:
             start_thread(self._take_part, "holdfast-roll-call-file")
         look = Look(rank, self._beacon.operations)
         found, members = look.found, look.members
-        # A rank that was stopped until now sees another time than that of the call: others have answered.
+        # A rank that was stopped until now is too late: others have answered for it.
         if self._is_over() or not self._put(rank, found, members, is_first=True):
             return
         began, before = time.monotonic(), activity_here()
         near = ranks_of_this_host(rank, self._base.world_size)
-        # All of them have looked for the call by then.
+        # By then all ranks of this host have checked for the call.
         self._over.wait(self._pace + GRACE + 0.1 * near.index(rank))
         held = self._stand_in(near)
         later = self._later(found, began + self._asked.pause)
         cpu, moved, stalled = (after - then for after, then in zip(activity_here(), before, strict=True))
         span = max(time.monotonic() - began, 0.1)
-        # The time of a child that has ended meanwhile is counted no more.
+        # The CPU time of a child that ended in between is missing, so the difference may be negative.
         busy, starved = round(max(cpu, 0.0) / span, 3), round(stalled / span, 3)
         found = look.again(self._beacon.operations, later)
         seen = {"busy": busy, "moved": int(moved), "starved": starved}
@@ -132,15 +132,15 @@ class Answering:
             events.emit("roll_call.told", rank=rank, why=self._asked.why, folder=self._folder)
 
     def _later(self, found: Rank, until: float) -> tuple[Stack, ...]:
-        """Return the stacks of the first look that shows the main thread in another function, or else at
-        another line, or else of the last. It takes the whole time, so that what is measured beside it says
-        something."""
+        """Return the stacks of the first sample that shows the main thread in another function, or else at
+        another line, or else the last sample. Always takes the whole time, over which the caller measures
+        CPU use."""
         span = max(until - time.monotonic(), LEAST)
         first = found.stacks[0].calls if found.stacks else ()
         moved: tuple[Stack, ...] = ()
         is_elsewhere = False
         for look in range(LOOKS):
-            # Not in step with what the program does again and again.
+            # Jitter, so as not to sample in step with a loop of the program.
             self._over.wait(span / LOOKS * (0.5 + spread(look)))
             later = () if is_elsewhere or not first else stacks_here()
             if later and later[0].calls != first:
@@ -154,7 +154,7 @@ class Answering:
     def _put(
         self, rank: int, found: Rank, members: dict[str, tuple[int, ...]], is_first: bool = False
     ) -> bool:
-        """Give the answer of a rank; return whether nobody else has given its first one before."""
+        """Publish the answer for a rank. Return False if the call is over, or another rank answered first."""
         cut_off = self._beacon.watch.cut_off()
         answer = Answer(found, members, self._base.world_size, self._base.rank, cut_off)
         key, message = f"roll/{self._number}/{rank}", msgspec.to_builtins(answer)
@@ -164,7 +164,7 @@ class Answering:
             self._base.put(key, message)
         if self._folder:
             self._latest[rank] = answer
-            # Storage may be what hangs. The result is told without it.
+            # Storage may be what hangs. The result is logged without it.
             start_thread(lambda: self._write(answer), "holdfast-roll-call-file")
         return True
 
@@ -190,7 +190,7 @@ class Answering:
             log.warning("The roll call's file %s could not be written: %s.", path, error.strerror)
 
     def _part_of_this_job(self) -> Part:
-        """Return what the caller has noted; before that, or if it can't, this job is the only one."""
+        """Return this job's part as the caller has written it; if that is missing, of a call of one job."""
         job, ends = self._base.job(), time.monotonic() + NOTED
         while time.monotonic() < ends and not self._over.is_set():
             for part in parts(self._folder):
@@ -200,7 +200,7 @@ class Answering:
         return Part(job, self._base.world_size, "")
 
     def _add_other_jobs(self, to: Collector) -> None:
-        """Add what the ranks of other jobs have written that have a part in this call by now."""
+        """Add the answers from the ranks of the other jobs that take part in this call by now."""
         read: dict[str, Any] = {}
         others: list[Part] = []
         done = threading.Event()
@@ -230,7 +230,7 @@ class Answering:
         return {rank: answer for rank, answer in zip(ranks, answers, strict=True) if answer is not None}
 
     def _stand_in(self, near: list[int]) -> dict[int, partial[Rank]]:
-        """Answer for ranks of this machine that have not. Return the second look at those that live."""
+        """Answer for silent ranks of this host. Return, by live rank, a function for the second sample."""
         held = {}
         for rank, seen in self._silent(near, self._answers(near)).items():
             found = _seen_from_here(rank, seen)
@@ -246,8 +246,8 @@ class Answering:
         return see(self._base, silent) if silent else {}
 
     def _look_at_running(self, near: list[int]) -> None:
-        """Look at ranks of this machine that run and have not answered until now. One rank does: a process
-        takes one debugger at a time."""
+        """Dump the stacks of running ranks of this host that have not answered yet. Only one rank does so: a
+        process takes one debugger at a time."""
         answers = self._answers(near)
         if self._base.rank != min((rank for rank, one in answers.items() if one["by"] == rank), default=-1):
             return
@@ -288,7 +288,7 @@ def _is_first(answer: Message) -> bool:
 
 
 def _seen_from_here(rank: int, seen: Seen) -> Rank | None:
-    """Return what the kernel, and faulthandler on a signal, show of a process of this machine."""
+    """Inspect a process of this host through the kernel and faulthandler's signal."""
     if seen.ended:
         return Rank(rank, endings=(_ending(seen),))
     if seen.vitals is None or not seen.there:
@@ -302,7 +302,7 @@ def _machine(seen: Seen) -> str:
 
 
 def _seen_again(who: Identity, found: Rank, at: float, cpu: float) -> Rank:
-    """Look a second time. cpu: what the process had used at the first."""
+    """Take the second sample. cpu: the CPU time of the process at the first."""
     busy = (_cpu(who) - cpu) / max(time.monotonic() - at, 0.1)
     return msgspec.structs.replace(found, later=_dumped(who), busy=round(busy, 3))
 
@@ -312,16 +312,16 @@ def _dumped(who: Identity) -> tuple[Stack, ...]:
 
 
 def running(who: Identity) -> Rank | None:
-    """Return what py-spy, if it is installed, shows of a process that runs: a call in C may hold its GIL."""
+    """Dump a running process with py-spy, if that is installed: a call in C may hold the GIL."""
     program = shutil.which("py-spy")
-    if program is None or who.state() != "R":  # it would let one go on that is stopped
+    if program is None or who.state() != "R":  # py-spy would resume a stopped process
         return None
     command = [program, "dump", "--native", "--full-filenames", "--pid", str(who.pid)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=SLOW, check=False, errors="replace")
     except (OSError, subprocess.TimeoutExpired):
         return None
-    # Its first line has the command of that process, which may tell another rank.
+    # Skip the first line, the process's command line: it may contain the number of another rank.
     found = _shown(done.stdout.splitlines()[1:], "py-spy", who.rank)
     return found if found.stacks else None
 
@@ -342,12 +342,12 @@ def _ending(seen: Seen) -> Ending:
     clean = who is not None and who.is_of_this_machine() and who.exited_with_0()
     clean = clean or (seen.gone is not None and seen.gone.clean) or seen.ended == "its program has ended"
     clean = clean or _SUCCESS.search(seen.ended) is not None
-    # How it has ended is not always known, and may be well.
+    # An end of unknown kind (ENDED) may have been a success.
     return Ending(seen.ended, Source("kernel"), is_clean=clean, is_cause=not clean and seen.ended != ENDED)
 
 
 def summary(why: str, found: Diagnosis, evidence: Evidence, folder: str) -> str:
-    """Return the result of a call as text, with ranks that are at one place in one line, the fewest first."""
+    """Format the result of a call: one line for each place where ranks are, the fewest ranks first."""
     lines = [f"Roll call of {len(found.heard_of)} of {found.world_size} ranks, because {why}:"]
     lines += [*found.says.splitlines(), *told(found.who.known if found.who is not None else ())]
     if found.why is not None:

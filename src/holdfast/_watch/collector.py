@@ -1,4 +1,4 @@
-"""Collects what readers find, in bounded memory, and makes `Evidence` of it."""
+"""Collects the findings of the readers in bounded memory, and builds `Evidence` from them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from holdfast._watch.evidence import (
 from holdfast._watch.looks_like import Part
 
 MOST = 64
-"""Values of one kind that are kept of one rank, and remarks of one kind: the first ones."""
+"""Maximum number of values of one kind for each rank, and of remarks of one kind; the first ones are kept."""
 IN_ALL = 1_000_000
-"""Values that are kept in all."""
+"""Maximum number of values in total."""
 RANKS = 100_000
-"""Ranks of a job, at most: a larger number in a log is damage."""
+"""Maximum world size: a larger rank in a log is treated as corrupt."""
 T = TypeVar("T")
 
 
@@ -38,11 +38,11 @@ class _Seen:
         self.stacks: list[Stack] = []
         self.later: list[Stack] = []
         self.rest = Rank(rank)
-        """Of which a rank has one value."""
+        """The single-valued fields of a rank."""
 
 
 class Collector:
-    """What all readers of one diagnosis write to."""
+    """The common output of all readers of one diagnosis."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Seen] = {}
@@ -53,23 +53,23 @@ class Collector:
         self._opening: dict[str, Opening] = {}
         self._world: int | None = None
         self._first: tuple[float, float] | None = None
-        """When the first timeout was told, and its limit."""
+        """Time of the first logged timeout, and its limit."""
         self._room = IN_ALL
         self._ended: dict[Ending, float] = {}
         self.hidden = 0
 
     def rank(self, rank: int) -> _Seen:
         if rank >= RANKS:
-            return _Seen(rank)  # no such rank: what is said of it is not kept
+            return _Seen(rank)  # no such rank: discard its values
         return self._ranks.setdefault(rank, _Seen(rank))
 
     def note(self, rank: int, **values: object) -> None:
-        """Note that of which a rank has one value, by the names that `Rank` has for it."""
+        """Set single-valued fields of a rank, by their names in `Rank`."""
         seen = self.rank(rank)
         seen.rest = msgspec.structs.replace(seen.rest, **values)
 
     def note_answer(self, found: Rank) -> None:
-        """Note what a rank has answered to a roll call."""
+        """Add the answer of a rank to a roll call."""
         seen = self.rank(found.rank)
         seen.operations += found.operations
         seen.progress |= {one.group: one for one in found.progress}
@@ -88,7 +88,7 @@ class Collector:
             seen[progress.group] = progress
 
     def note_calls(self, rank: int | None, calls: tuple[Call, ...]) -> None:
-        """Note where the last timeout of a rank was called."""
+        """Set the call stack of a rank's last timeout."""
         operations = self._loose if rank is None else self.rank(rank).operations
         for at in range(len(operations) - 1, -1, -1):
             if operations[at].state == "timed out":
@@ -96,18 +96,18 @@ class Collector:
                 return
 
     def note_ending(self, rank: int | None, ending: Ending, at: float | None = None) -> None:
-        """Note how a rank has ended. at: when, in the seconds of `is_near`."""
+        """Add the ending of a rank. at: its time, on the scale of `is_near`."""
         self._keep(self._raised if rank is None else self.rank(rank).endings, ending)
         if at is not None:
             self._ended[ending] = at
 
     def once(self, kind: str, text: str, source: Source, *values: str) -> None:
-        """Note the first line of a kind that has these values."""
+        """Add a remark, unless there is one of this kind with the same values."""
         if not any(one.values == values for one in self._remarks.get(kind, ())):
             self.remark(kind, text, source, *values)
 
     def alike(self, parts: Iterable[Part], text: str, source: Source) -> None:
-        """Note what is part of a fingerprint, each part once."""
+        """Add matching parts of fingerprints, each part once."""
         for part in parts:
             self.once("looks like", text.strip(), source, *part)
 
@@ -129,11 +129,11 @@ class Collector:
             if limit is not None:
                 self._first = at, limit
             return True
-        # The job that a launcher starts again hangs after another limit, at the soonest.
+        # After a restart by the launcher, the next timeout comes at least one limit later.
         return abs(at - self._first[0]) <= max(60.0, self._first[1], limit or 0.0)
 
     def note_opening(self, name: str, size: int, rank: int, source: Source, is_ready: bool) -> None:
-        """Note that a communicator begins to open on a rank, or is open there."""
+        """Record that a communicator begins to open on a rank, or is open there."""
         one = self._opening.setdefault(name, Opening(name, size, {}, set()))
         if is_ready:
             one.ready.add(rank)
@@ -146,7 +146,7 @@ class Collector:
         self._keep(self._remarks.setdefault(kind, []), Remark(kind, text[:400], source, values))
 
     def evidence(self) -> Evidence:
-        """Return all that was found."""
+        """Return everything collected so far."""
         ranks = {
             number: msgspec.structs.replace(
                 seen.rest,
@@ -161,7 +161,7 @@ class Collector:
         return Evidence(
             ranks,
             tuple(one for kind in self._remarks.values() for one in kind),
-            # A log may have the size of a group, or of another job.
+            # The world size in a log may be that of a group, or of another job.
             self._world if all(rank < (self._world or RANKS) for rank in ranks) else None,
             self._members,
             self.hidden,
@@ -171,7 +171,7 @@ class Collector:
         )
 
     def _before_timeouts(self, ending: Ending) -> Ending:
-        """Return an ending, which is no cause if it is later than the first timeout."""
+        """Return the ending, marked as no cause if it is later than the first timeout."""
         late = self._first is not None and self._ended.get(ending, 0.0) >= self._first[0]
         return msgspec.structs.replace(ending, is_cause=False) if late else ending
 
@@ -182,7 +182,7 @@ class Collector:
 
 
 def _with_group(one: Operation, progress: Iterable[Progress]) -> Operation:
-    """Return an operation with its group. A watchdog's first line has none: the line after it has, with the
-    same number."""
+    """Fill in the group of an operation. The watchdog's first line lacks it; the line after it has it, with
+    the same number."""
     fits = [each.group for each in progress if each.completed < one.number <= each.enqueued]
     return msgspec.structs.replace(one, group=fits[0]) if not one.group and len(fits) == 1 else one

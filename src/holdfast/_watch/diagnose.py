@@ -1,4 +1,4 @@
-"""Makes a diagnosis of evidence: who waits for whom, and why, as far as that is proven."""
+"""Makes a diagnosis from evidence: which ranks wait for which, and the cause if it is proven."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from holdfast._watch.why import causes
 
 _SAVE = re.compile("(?:save|load)(?:_checkpoint)?|sync_all_async_calls|validate_uneven_dtensor")
 SHOWN = 200
-"""Observations of one diagnosis."""
+"""Maximum number of observations in a diagnosis."""
 STARVED = 0.5
-"""The part of the time from which on waiting for memory explains that a rank is slow."""
+"""Share of the time spent waiting for memory above which that explains a slow rank."""
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Say who waits for whom, and why, as far as the evidence tells."""
+    """Diagnose which ranks wait for which, and why, as far as the evidence shows it."""
     waits = Waits(evidence)
     who = who_waits(evidence, waits)
     why = next(iter(causes(evidence, waits, frozenset(who.absent if who is not None else ()))), None)
@@ -45,7 +45,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 
 def _with_cause(evidence: Evidence, who: Who | None, why: Why | None) -> Who | None:
-    """Name the ranks of a proven cause, of which counts and stacks may not tell which ones they are."""
+    """Take the ranks from a proven cause: counts and stacks may not show which ranks are to blame."""
     if why is None:
         return who
     if who is None or why.kind == "mismatch":  # after it, numbers stand for different calls
@@ -68,7 +68,7 @@ def _waits_in_a_save(evidence: Evidence, waiting: tuple[int, ...]) -> bool:
 
 
 def _observed(evidence: Evidence) -> Iterator[Observation]:
-    """Yield what the evidence shows of timeouts, ends and remarks, whatever follows from it."""
+    """Yield all timeouts, endings and remarks of the evidence, whether or not a rule uses them."""
     for rank, one in evidence.timeouts():
         group = f" of {one.group}" if one.group else ""
         yield Observation(f"rank {rank} timed out in {one.label}{group}", one.source)
@@ -86,15 +86,15 @@ def _observed(evidence: Evidence) -> Iterator[Observation]:
 
 
 def waited_for_memory(evidence: Evidence) -> str:
-    """Say which ranks' machines have mostly waited for memory between the two looks, if any: what these ranks
-    do is slow, wherever they are found."""
+    """Format which ranks spent most of the time between the two samples waiting for memory, if any: they are
+    slow, whatever their stacks show."""
     short = {rank.rank: rank.starved for rank in evidence.ranks.values() if rank.starved >= STARVED}
     most = f"up to {max(short.values(), default=0):.0%} of the time between the two looks"
     return f"{listed(short)}: waited for memory {most} (`free`, `memory.max` and swap tell)" if short else ""
 
 
 def _to_collect(evidence: Evidence, who: Who | None, why: Why | None) -> Iterator[str]:
-    """Say what is missing, with the command that collects it."""
+    """Yield the missing evidence, with the command that collects it."""
     if evidence.hidden:
         yield (
             f"{evidence.hidden} lines that Ray has left out: run with RAY_DEDUP_LOGS=0, or give the files in "
@@ -125,7 +125,7 @@ def _to_collect(evidence: Evidence, who: Who | None, why: Why | None) -> Iterato
 
 
 def _is_over(evidence: Evidence) -> bool:
-    """Return whether the job is known to have ended: nobody can look at its processes."""
+    """Return whether the job is known to have ended, so that its processes can't be inspected."""
     timed_out = bool(evidence.loose) or any(evidence.timeouts())
     fatal = any(ending.is_fatal for _, ending in evidence.endings())
     return not evidence.shown() and (timed_out or fatal or bool(evidence.of("ended")))

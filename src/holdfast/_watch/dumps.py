@@ -1,5 +1,5 @@
-"""Reads what was dumped of single ranks: stacks of py-spy and faulthandler, torch's flight records, and the
-files of our own roll call. Nothing in them is executed."""
+"""Reads dumps of single ranks: stacks by py-spy and faulthandler, torch's flight records, and the files of
+Holdfast's roll calls. Nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from holdfast._watch.ras import read_ras_json
 from holdfast.errors import BadInput
 
 _RANK_IN_NAME = re.compile(r"(?:rank|worker|default)[-_.]?(\d{1,6})(?![\da-zA-Z])")
-"""Ray's workers have hexadecimal numbers."""
+"""No letter may follow: Ray's workers have hexadecimal numbers."""
 _NUMBER_IN_NAME = re.compile(r"(?:^|[-_./])(\d{1,6})(\.\w{1,5})?$")
 _RANK_IN_FOLDER = re.compile(r"/(?:rank[-_]?)?(\d{1,6})/std(?:err|out)(?:\.log)?$")
 _RANK_IN_COMMAND = re.compile(r"\bRANK=(\d+)|rank[-_]?(\d+)")
 _PROCESS = re.compile(r"^Process (\d+): (.*)")
 _SERVED = re.compile(r"^=== Rank (\d{1,6}): ")
-"""What torch's debug server writes before the stacks of each rank."""
+"""Header that torch's debug server writes before the stacks of each rank."""
 _THREAD = re.compile(
     r'^Thread (?P<ident>\S+) \((?P<state>active|idle|)[^)]*\)(?:: "(?P<name>.*)")?|'
     r"^(?:Current thread|Thread|Stack)(?: (?P<fault>0x[0-9a-f]+)(?: \[.*\])?)? \(most recent call first\):"
 )
-"""Of py-spy, and of faulthandler."""
+"""Header of a thread, by py-spy and by faulthandler."""
 _CALL = re.compile(r"^\s+(?P<name>\S.*?) \((?P<file>[^()]*?)(?::(?P<line>\d+))?\)$")
 _FAULT_CALL = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _NAME = re.compile(r'^\s{8,}(\w+): "?(.*?)"?$')
@@ -44,8 +44,8 @@ PICKLE = b"\x80"
 
 
 def ranks_of_names(paths: Iterable[str]) -> dict[str, int]:
-    """Return the ranks that names tell, as `rank-3.txt` and `3/stderr.log` do. A number at the end, which may
-    be that of a job, a process or a time, is one where several names have all numbers from 0 on."""
+    """Return the ranks found in file names, such as `rank-3.txt` and `3/stderr.log`. A number at the end may
+    be a job, a pid or a time; it counts as a rank only if the names have all numbers from 0 on."""
     ranks: dict[str, int] = {}
     rows: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     for path in paths:
@@ -62,7 +62,7 @@ def ranks_of_names(paths: Iterable[str]) -> dict[str, int]:
 
 
 def number_of_name(path: str) -> tuple[int, tuple[str, str]] | None:
-    """Return the number at the end of a file's name, and what is before and behind it."""
+    """Return the number at the end of a file name, and the text before and after it."""
     found = _NUMBER_IN_NAME.search(path.removesuffix(".gz"))
     return (int(found[1]), (path[: found.start(1)], path[found.end(1) :])) if found is not None else None
 
@@ -71,16 +71,16 @@ def number_of_name(path: str) -> tuple[int, tuple[str, str]] | None:
 
 
 def is_stacks(head: str) -> bool:
-    """Return whether a text begins as a dump of stacks."""
+    """Return whether a text looks like a dump of stacks."""
     lines = head.splitlines()[:40]
     return any(begin.match(line) for line in lines for begin in (_PROCESS, _THREAD, _SERVED))
 
 
 def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None, is_later: bool) -> None:
-    """Read the stacks of one process or of several, as py-spy or faulthandler write them."""
+    """Read the stacks of one or several processes, in the format of py-spy or faulthandler."""
     threads: list[Stack] = []
     states: dict[str, bool] = {}
-    """Of threads of which that is told, whether they run."""
+    """Whether a thread is running, by thread, where the dump has it."""
     calls: list[Call] = []
     names: dict[str, str] = {}
     thread, began = "", 0
@@ -99,11 +99,11 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
             for call, source in [(call, stack.source) for stack in threads for call in stack.calls]:
                 to.alike(parts_of_call(call), str(call), source)
         else:
-            # Others wait for the main thread; faulthandler writes it last.
+            # The main thread goes first; faulthandler writes it last.
             threads.sort(key=lambda stack: "main" not in stack.thread.lower())
             for stack in threads:
                 to.note_stack(rank, stack, is_later)
-            # What waits for a GPU, as in `loss.item()`, is at a line of the program, and uses the CPU.
+            # A wait for a GPU, as in `loss.item()`, shows as a line of the program, and uses the CPU.
             if threads and threads[0].thread in states:
                 to.note(rank, busy=max(float(states[threads[0].thread]), to.rank(rank).rest.busy or 0.0))
         threads.clear()
@@ -135,7 +135,7 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
 
 
 class _Record(PickleReader):
-    """A flight record: plain values. torch tags some lists by calls of its own, whose value is the list."""
+    """Unpickles a flight record: plain values; torch's tags of lists are resolved to the list itself."""
 
     def resolve(self, module: str, name: str) -> object:
         if module == "torch.jit._pickle":
@@ -144,8 +144,8 @@ class _Record(PickleReader):
 
 
 def read_dump(data: bytes, to: Collector, name: str, rank: int | None, is_later: bool) -> None:
-    """Read a flight record, which torch has pickled or written as JSON, or other JSON: stacks of `py-spy dump
-    --json`, the output of `ncclras`, or a file of our own."""
+    """Read a flight record (a pickle or JSON), or other JSON: stacks of `py-spy dump --json`, the output of
+    `ncclras`, or a file of a roll call."""
     is_pickle = data[:1] == PICKLE
     try:
         value = _Record(data).read() if is_pickle else json.loads(data)
@@ -196,10 +196,10 @@ def _record(record: Any, to: Collector, name: str, rank: int | None) -> None:
 def operations_of(
     record: Any, to: Collector, source: Source, rank: int, now: float | None = None
 ) -> dict[str, str]:
-    """Read the entries of a flight record: what is pending, and the last that is done of each group. Return
-    the groups by their numbers in the record.
+    """Read the entries of a flight record: pending operations, and the last completed one of each group.
+    Return the names of the groups by their numbers in the record.
 
-    now: seconds since 1970, of a record that was read just now.
+    now: the current Unix time, if the record was read just now.
     """
     last: dict[str, Operation] = {}
     groups: dict[str, str] = {}
@@ -215,7 +215,7 @@ def operations_of(
         to.note_operation(rank, operation)
     for key, config in (record.get("pg_config") or {}).items():
         members = tuple(int(part) for part in re.findall(r"\d+", str(config.get("ranks", ""))))
-        if members and key:  # gloo's have no key
+        if members and key:  # gloo groups have no key
             to.note_members(groups.get(key, key), members)
             if config.get("desc") == "default_pg":
                 to.note_world(len(members))
@@ -225,7 +225,7 @@ def operations_of(
 
 
 def progress_of(record: Any, groups: Mapping[str, str], source: Source) -> Iterator[Progress]:
-    """Yield how far each group is. groups: by their numbers in the record."""
+    """Yield the progress of each group. groups: their names by number in the record."""
     for key, status in (record.get("pg_status") or {}).items():
         enqueued, done = (int(status.get(f"last_{of}_collective", -1)) for of in ("enqueued", "completed"))
         if enqueued >= 0:
@@ -242,7 +242,7 @@ def _operation(entry: Any, group: str, source: Source, now: float | None) -> Ope
         sum(prod(map(int, size)) for size in entry.get(f"{way}_sizes") or ()) for way in ("input", "output")
     )
     peer, created = bool(entry.get("is_p2p")), int(entry.get("time_created_ns") or 0)
-    # The backward pass issues collectives on threads of its own, in an order that is the same on all ranks.
+    # Autograd issues collectives on its own threads, in the same order on all ranks.
     own = not str(entry.get("thread_name", "")).startswith("pt_autograd")
     return Operation(
         f"{group}/p2p" if peer else group,
@@ -267,7 +267,7 @@ def _operation(entry: Any, group: str, source: Source, now: float | None) -> Ope
 
 
 def read_roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
-    """Read what a rank has answered to a roll call (`roll_call.Answer`)."""
+    """Read a rank's answer to a roll call (`answering.Answer`)."""
     try:
         found = msgspec.convert(value["roll_call"], ready(Rank))
         to.note_world(msgspec.convert(value.get("world_size", 0), ready(int)))

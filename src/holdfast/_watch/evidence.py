@@ -1,7 +1,7 @@
-"""What is known of the ranks of a job: one model for all that readers find, and for what the rules judge.
+"""The data model of evidence about the ranks of a job: written by the readers, used by the rules.
 
-All values are frozen, and each says where it was read. `Evidence` also says what is not known: rules may
-conclude from an absence only where the evidence is complete.
+All values are frozen, and carry their source. `Evidence` also records what is unknown: a rule may draw a
+conclusion from an absence only if the evidence is complete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast._watch.names import family
 
 
 class Source(NamedTuple):
-    """Where something was read."""
+    """The file and line from which a value was read."""
 
     file: str
     line: int = 0
@@ -27,11 +27,11 @@ class Source(NamedTuple):
 
 
 ROLL_CALL = Source("roll call")
-"""What a rank has answered itself."""
+"""The source of a rank's own answer."""
 
 
 class Call(NamedTuple):
-    """One call of a stack, and the line that it is at."""
+    """One frame of a stack, with its current line."""
 
     function: str
     file: str
@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
 
 OPERATION = "holdfast-operation"
-"""The thread that does what the main thread has called for (`protocol.runner`)."""
+"""Name of the thread that runs an operation for the main thread (`protocol.runner`)."""
 AT_EXIT = Call("_run_exitfuncs", "atexit")
 """The outermost call of a main thread that runs `atexit` handlers. It is in C, so `own_stacks` adds it."""
 _LIBRARY = re.compile(
@@ -53,52 +53,52 @@ _LIBRARY = re.compile(
 
 
 def is_of_a_library(call: Call) -> bool:
-    """Return whether a call is of torch, the launcher or Python's threads, and not of the program."""
+    """Return whether a call is in torch, the launcher or Python's threads, rather than in the program."""
     return _LIBRARY.search(call.file) is not None
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """One thread at one time."""
+    """The stack of one thread at one time."""
 
     thread: str
     calls: tuple[Call, ...]
     """Innermost first."""
     source: Source
     names: dict[str, str] = {}
-    """Arguments that are known: `group_name` and `members` of a group that opens, and `peer`, the rank that a
-    `recv` or `send` waits for, or that a broadcast comes from."""
+    """Known arguments: `group_name` and `members` of a group being opened, and `peer`, the peer of a `recv`
+    or `send`, or the source of a broadcast."""
     ident: str = ""
-    """What identifies the thread in a flight record of this process."""
+    """The thread's ID, as in the flight record of its process."""
 
 
 UNKNOWN = -1
-"""The number of an operation whose line has none: torch before 1.13 told its tensors instead."""
+"""Sequence number of an operation whose line has none: torch before 1.13 logged its tensors instead."""
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """One collective that a rank has begun."""
+    """One collective issued by a rank."""
 
     group: str
-    """Identifies the group on all ranks; "" if that isn't known."""
+    """The group's name, the same on all ranks; "" if unknown."""
     number: int
     """Its sequence number in the group."""
     name: str
-    """As it was read: ALLREDUCE in a log, all_reduce in a record."""
+    """The name as read: ALLREDUCE in a log, all_reduce in a record."""
     state: str
-    """`scheduled`, `started`, `completed`, or `timed out`. Of `scheduled` only NCCL's says that it has not
-    started: others do not record the start."""
+    """`scheduled`, `started`, `completed`, or `timed out`. Only with NCCL does `scheduled` mean that it has
+    not started: other backends do not record the start."""
     source: Source
     sizes: tuple[int, ...] = ()
-    """Numbers of elements in and out, as far as they are known."""
+    """Numbers of input and output elements, if known."""
     types: str = ""
     seconds: float | None = None
-    """How long it has run."""
+    """How long it has been pending."""
     group_rank: int | None = None
-    """The rank in the group, where a line tells it."""
+    """The rank within the group, if the line has it."""
     calls: tuple[Call, ...] = ()
-    """Where it was begun, innermost first."""
+    """The stack that issued it, innermost first."""
     thread: str = ""
-    """What identifies the thread that has begun it; "" of those of the backward pass."""
+    """ID of the thread that issued it; "" for threads of autograd."""
     backend: str = ""
     limit: float | None = None
     """Its timeout, in seconds."""
@@ -113,12 +113,12 @@ class Operation(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """What it is, in torch's words, however the name was written."""
+        """The normalized operation name (`names.family`)."""
         return family(self.name)
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far a rank is in one group."""
+    """The progress of a rank in one group."""
 
     group: str
     enqueued: int
@@ -127,26 +127,26 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How a rank has ended, or what it has raised."""
+    """The end of a rank, or an error that it raised."""
 
     what: str
     source: Source
     is_clean: bool = False
     """Did it end by itself, with exit code 0?"""
     is_cause: bool = True
-    """False: the usual end of a rank whose peer is gone, or that a watchdog or a launcher has ended."""
+    """False: a consequence, such as a lost peer, or termination by a watchdog or launcher."""
     is_fatal: bool = True
-    """Is it known that nobody has caught it?"""
+    """Is the error known to be uncaught?"""
     call: Call | None = None
     """Where it was raised."""
 
 
 CUT_OFF = "its host does not answer"
-"""The state of a rank whose host could be reached before."""
+"""The state of a rank whose host was reachable before, and is no longer."""
 
 
 class Rank(msgspec.Struct, frozen=True):
-    """One rank: what it does, as far as it was seen."""
+    """The evidence about one rank."""
 
     rank: int
     operations: tuple[Operation, ...] = ()
@@ -155,19 +155,19 @@ class Rank(msgspec.Struct, frozen=True):
     stacks: tuple[Stack, ...] = ()
     """All threads, the main thread first."""
     later: tuple[Stack, ...] = ()
-    """The same, some seconds later."""
+    """The second sample, some seconds later."""
     busy: float | None = None
-    """The part of the time between the two looks in which it, and its children, used the CPU."""
+    """CPU use of the process and its children between the two samples (1.0: one core)."""
     moved: int = 0
-    """The bytes that it has moved between the two looks, in files and over connections."""
+    """Bytes transferred between the two samples, through files and sockets."""
     starved: float = 0.0
-    """The part of the time between the two looks in which its cgroup, or its machine, has waited for
+    """The share of the time between the two samples in which its cgroup, or its host, was stalled on
     memory."""
     state: str = ""
-    """What the kernel shows of it, such as `stopped by a signal`."""
+    """The process state by the kernel, such as `stopped by a signal`."""
     phase: str = ""
     last: Source | None = None
-    """The last line of it that was read."""
+    """The last line read from this rank."""
 
     @property
     def timeouts(self) -> tuple[Operation, ...]:
@@ -175,7 +175,7 @@ class Rank(msgspec.Struct, frozen=True):
 
 
 class Remark(msgspec.Struct, frozen=True):
-    """A line whose meaning does not depend on a rank."""
+    """A line that is not bound to a rank."""
 
     kind: str
     text: str
@@ -184,40 +184,40 @@ class Remark(msgspec.Struct, frozen=True):
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """A communicator that began to open and is not open on all of these ranks, by NCCL's own lines."""
+    """A communicator that is not open yet on all ranks that began to open it, by NCCL's log lines."""
 
     name: str
     size: int
     begun: dict[int, Source]
-    """Where that stands, of each rank."""
+    """The source of the line that says so, by rank."""
     ready: set[int]
 
 
 class Evidence(msgspec.Struct, frozen=True):
-    """All that is known of one job."""
+    """All evidence about one job."""
 
     ranks: dict[int, Rank] = {}
     remarks: tuple[Remark, ...] = ()
     world_size: int | None = None
     members: dict[str, tuple[int, ...]] = {}
-    """Of groups whose ranks are known."""
+    """The ranks of each group, if known."""
     hidden: int = 0
-    """Lines that Ray has left out ("repeated 14x across cluster")."""
+    """Number of lines suppressed by Ray ("repeated 14x across cluster")."""
     loose: tuple[Operation, ...] = ()
-    """Timeouts of lines that do not tell the global rank."""
+    """Timeouts whose global rank is unknown."""
     raised: tuple[Ending, ...] = ()
-    """What was raised by nobody knows which rank."""
+    """Errors whose rank is unknown."""
     opening: tuple[Opening, ...] = ()
 
     @property
     def is_complete(self) -> bool:
-        """Has every rank been heard of?"""
+        """Is there evidence about every rank?"""
         known = self.world_size is not None and not self.hidden
         return known and len(self.ranks) == self.world_size
 
     @property
     def backends(self) -> set[str]:
-        """The backends that operations were seen of; empty if none tells its own."""
+        """The backends of the operations; empty if no evidence names one."""
         told = {remark.values[0] for remark in self.of("backend")}
         return ({one.backend for _, one in self.operations()} | told) - {""}
 
@@ -237,7 +237,7 @@ class Evidence(msgspec.Struct, frozen=True):
         return ((rank, one) for rank, one in self.operations() if one.state == "timed out")
 
     def first_timeouts(self) -> dict[str, int]:
-        """Return the line of the first timeout of each file that has one."""
+        """Return the line number of the first timeout in each file that has one."""
         found: dict[str, int] = {}
         for one in (*(one for _, one in self.timeouts()), *self.loose):
             found[one.source.file] = min(one.source.line, found.get(one.source.file, one.source.line))

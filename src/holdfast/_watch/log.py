@@ -1,4 +1,4 @@
-"""Reads logs of jobs as streams: of a file of any size, only lines that tell something are looked at."""
+"""Reads job logs as streams of any size; only lines with a known keyword are parsed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from holdfast._watch.evidence import UNKNOWN, Call, Ending, Operation, Progress,
 from holdfast._watch.names import group_name
 
 BLOCK = 4 << 20
-"""Bytes that are read at once."""
+"""Bytes per read."""
 LONGEST = 1 << 16
-"""Bytes of a line that are looked at."""
+"""Maximum number of bytes parsed of a line."""
 _CAUSES = {-9: "SIGKILL, as the kernel does when memory is full", -11: "SIGSEGV", -7: "SIGBUS", -8: "SIGFPE"}
-"""Ends that neither a watchdog nor a launcher brings about, if no other came first."""
+"""Signals that neither a watchdog nor a launcher sends, unless another rank ended before."""
 
 
 @cache
 def _keys() -> tuple[bytes, ...]:
-    """Return what is searched for, each text by itself: one pattern of all would be slow."""
+    """Return the keywords, searched one by one: a single pattern of all would be slow."""
     found = list(form.KEYS)
     for part, longest, _ in looks_like.lines():
         if not any(key.decode() in part.part for key in found):
@@ -40,16 +40,16 @@ def _places(block: bytes, end: int) -> Iterator[int]:
 
 
 def lines_that_tell(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the bytes of each line that has one of `KEYS`, in bounded memory."""
+    """Yield the number and the bytes of each line that has one of the keywords, in bounded memory."""
     number, rest, owed, width = 1, b"", 0, None
     while True:
         read = file.read(BLOCK)
         block = rest + read.replace(b"\0", b"")  # UTF-16, or a file that was cut while it was written
         width = form.width(block[: 1 << 20]) if width is None else width
-        # The last line may go on in the next block, but not for ever.
+        # The last line may continue in the next block, within bounds.
         whole = len(block) if not read or len(rest) >= BLOCK else block.rfind(b"\n") + 1
         if not read and block[-1:].isdigit():
-            whole = block.rfind(b"\n") + 1  # it is being written, and its last number may have more digits
+            whole = block.rfind(b"\n") + 1  # the log is being written: its last number may lack digits
         rest = block[whole:]
         if width:
             block = form.unbroken(block[:whole], width)
@@ -57,11 +57,11 @@ def lines_that_tell(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         place = next(places, whole + 1)
         while True:
             while place < at:
-                place = next(places, whole + 1)  # the same line has two of them
+                place = next(places, whole + 1)  # another keyword in the same line
             found, owed = (at, owed - 1) if owed else (place, 0)
             if found >= whole:
                 break
-            # Progress bars write many texts to one line.
+            # Progress bars overwrite one line many times.
             start = max(at, block.rfind(b"\n", at, found) + 1, block.rfind(b"\r", at, found) + 1)
             stop = whole
             for end in (b"\n", b"\r"):
@@ -78,7 +78,7 @@ def lines_that_tell(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def is_of_one_rank(file: BinaryIO, rank: int) -> bool:
-    """Return whether no line tells that it is of another rank: `worker-3.log` may be that of a host."""
+    """Return whether no line is marked as another rank's: `worker-3.log` may be the log of a host."""
     for _, raw in lines_that_tell(file):
         line = form.without_prefix(raw)
         summed = form.SUMMARY_RANK.match(line.text)
@@ -92,27 +92,27 @@ class LogReader:
     """Reads one log into a collector."""
 
     def __init__(self, collector: Collector, name: str, rank: int | None = None) -> None:
-        """rank: whose log it is, if it is that of one rank."""
+        """rank: the rank of this log; None if it may contain several."""
         self._to, self._name, self._own = collector, name, rank
         self._frames: dict[str, Call | None] = {}
-        """Of each stream with an open traceback, the last call."""
+        """The last frame of each open traceback, by stream."""
         self._chained: set[str] = set()
-        """The streams with an error that was a consequence, which makes those after it some, too."""
+        """Streams with an error that was a consequence: later errors there are consequences, too."""
         self._known: set[tuple[object, ...]] = set()
         self._failed: int | None = None
         self._failed_at: float | None = None
         self._is_root = False
         self._sent: set[str] = set()
-        """The processes that torchrun has ended."""
+        """The pids of processes that torchrun has ended."""
         self._telling: str | None = None
-        """The stream in which Holdfast's own roll call is being told."""
+        """The stream with an unfinished roll call by Holdfast."""
         self._stack: tuple[int | None, list[Call]] | None = None
-        """The rank whose stack of a failed collective is being told, and its calls so far."""
+        """The rank of the unfinished stack of a failed collective, and its calls so far."""
         self._srun_told = False
         self._processes: dict[str, tuple[int, int]] = {}
-        """By host and pid, the rank in the largest communicator, and its size."""
+        """By host and pid: the process's rank in its largest communicator, and the size of that."""
         self._opening: dict[tuple[str, int], int] = {}
-        """By communicator and rank in it, the rank, of those that open."""
+        """By communicator and rank in it: the global rank, while the communicator opens."""
 
     def read(self, file: BinaryIO) -> None:
         for number, raw in lines_that_tell(file):
@@ -136,8 +136,8 @@ class LogReader:
                 self._python(line, rank, source)
 
     def _is_of_this_hang(self, text: str) -> bool:
-        """Return whether a line is of the first hang that was told of. A log may go on with a later start of
-        the job, and numbers of two starts must not be compared."""
+        """Return whether a line belongs to the first hang in the log. The log may continue with a restart of
+        the job, and sequence numbers of two starts must not be compared."""
         when = form.WHEN.search(text)
         if when is None or not ("atchdog" in text or "NCCL work" in text):
             return True
@@ -147,7 +147,7 @@ class LogReader:
     # -- Holdfast itself, and torch's stack of the collective that has failed -------------------------------
 
     def _own_words(self, line: form.Prefixed, source: Source) -> bool:
-        """Read what Holdfast has told of a wait: one line, or those of a roll call."""
+        """Read Holdfast's own messages about a wait: a single line, or the lines of a roll call."""
         is_own = form.OWN.search(line.text) is not None
         follows = line.stream == self._telling and line.text.startswith("  ")
         if is_own and "Roll call of" in line.text:
@@ -176,7 +176,7 @@ class LogReader:
         if (found := form.TIMEOUT.search(text)) is not None:
             number = int(found["number"] or UNKNOWN)
             sizes = tuple(int(found[name]) for name in ("in", "out") if found[name] is not None)
-            # The same timeout is told several times.
+            # torch logs the same timeout several times.
             key = (rank, found["rank"], number, found["op"], sizes)
             if key not in self._known and len(self._known) < RANKS:
                 self._known.add(key)
@@ -185,7 +185,7 @@ class LogReader:
                 one = Operation("", number, op, "timed out", source, sizes, seconds=seconds, group_rank=own)
                 self._to.note_operation(rank, one)
         if (found := form.STATUS.search(text)) is not None and rank is not None:
-            # Without the GUID this number counts on each rank by itself.
+            # Without the GUID, the number of the group is local to the rank.
             group = group_name(found["guid"] or f"PG {found['pg']}", found["desc"] or found["old_desc"])
             progress = Progress(group, int(found["enqueued"]), int(found["done"]), source)
             self._to.note_progress(rank, progress)
@@ -206,7 +206,7 @@ class LogReader:
             rank, size = int(init[1]), int(init[2])
             if size > self._processes.get(process, (0, 0))[1] and len(self._processes) < RANKS:
                 self._processes[process] = rank, size
-            # Of a smaller communicator, the rank in the largest one counts.
+            # For a smaller communicator, use the rank in the largest one.
             key, own = (init[3], rank), self._processes.get(process, (rank, 0))[0]
             is_open = init[4] == "COMPLETE"
             own = self._opening.pop(key, own) if is_open else self._opening.setdefault(key, own)
@@ -221,7 +221,7 @@ class LogReader:
     # -- launchers and Python -----------------------------------------------------------------------------
 
     def _by_itself(self, text: str, source: Source) -> bool:
-        """Read a line that says all by itself, or is of torchrun's summary of failures, or srun's."""
+        """Read a self-contained line, or a line from the summary of failures by torchrun or srun."""
         if (size := form.WORLD.search(text)) is not None:
             self._to.note_world(int(size[1]))
         if (print_ := form.FINGERPRINT.search(text)) is not None:
@@ -245,7 +245,7 @@ class LogReader:
             self._to.note_ending(self._failed, ending, self._failed_at)
             self._failed, self._failed_at, self._is_root = None, None, False
         elif (task := form.SRUN.search(text)) is not None:
-            # After the first one srun ends the others.
+            # srun ends the other tasks after the first failure.
             killed = task[2].startswith(("Killed", "Out Of Memory", "Segm", "Bus error"))
             ending = Ending(f"srun: {task[2]}", source, is_cause=killed and not self._srun_told)
             self._srun_told = True
@@ -282,7 +282,7 @@ class LogReader:
 
 
 def _seconds(when: re.Match[str]) -> float:
-    """Return a time of a log in seconds; logs tell no year."""
+    """Convert a log's timestamp to seconds within a year, as logs lack the year."""
     *days, hour, minute, second = map(int, when.groups())
     month, day = days if len(days) == 2 else divmod(days[0], 100)
     return ((month * 31 + day) * 24 + hour) * 3600 + minute * 60 + second

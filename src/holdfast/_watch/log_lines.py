@@ -1,8 +1,8 @@
-"""The lines of a log that tell something of a hang, as they are written by torch, NCCL, Python and launchers.
+"""Patterns of the log lines about hangs, as written by torch, NCCL, Python and launchers.
 
 A line may begin with prefixes of Ray, torchrun or srun, and with terminal colours; Docker, Kubernetes,
-journald or Loki may have forwarded it. The global rank is that of `[rank5]:`, never that of `[Rank 0]`, which
-counts in the group.
+journald or Loki may have forwarded it. The global rank is in `[rank5]:`, never in `[Rank 0]`, which is the
+rank in the group.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 HEADS = (b"Roll call of ", b"Stack trace of the failed collective:")
-"""Of such a line, those that follow tell something, too."""
+"""Keywords whose following lines are parsed, too."""
 FOLLOW = 40
-"""How many of them are looked at."""
+"""Number of following lines that are parsed."""
 KEYS = (
     *HEADS,
     *(b"atchdog", b"eartbeat monitor timed", b"last enqueued", b"Traceback (most"),
@@ -29,10 +29,10 @@ KEYS = (
     *(b" has waited ", b" came after ", b"roll call is over", b"roll call has failed"),
     *(b"message store has not answered", b"ProcessGroupGloo"),
 )
-"""A line without any of these, or of those of a fingerprint, tells nothing."""
+"""Keywords: a line with none of these, nor any of a fingerprint, is skipped."""
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _TEXTS = ("log", "message", "MESSAGE", "textPayload", "line")
-"""Where JSON of a forwarder has the line."""
+"""Fields in which forwarders' JSON has the line."""
 _FORWARDED = re.compile(
     r"^(\[pod/[^\]\s]+\] )?(?:"  # kubectl logs --prefix
     r"\d{4}-\d\d-\d\dT[\d:.,]{8,}(?:Z|[+-]\d\d:?\d\d) (?:std(?:out|err) [FP] )?|"
@@ -42,7 +42,7 @@ _FORWARDED = re.compile(
 )
 _REPEATED = re.compile(r"\[repeated (\d+)x across cluster\]")
 _RAY = re.compile(r"\((\w[^()\n]{0,80}(?:\([^\n]{0,80}?\))?) pid=(\d+)(?:, ip=([\w.:]+))?\) ?")
-"""Ray's, also of actors with names of their own, and vLLM's."""
+"""Prefix of Ray, also for actors with custom names, and of vLLM."""
 _LOGGER = re.compile(
     r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]{8} \[[\w./]+:\d+\] ?|"  # vLLM
     r"^\[\d{4}-\d\d-\d\d [\d:]{8}((?: [A-Z]+\d+)*)\] "  # SGLang
@@ -53,11 +53,11 @@ _SRUN = re.compile(r"^\s*\d{1,6}: ")
 
 
 def width(head: bytes) -> int:
-    """Return the width of the terminal that has broken the lines of a log; 0 if none has."""
+    """Return the width at which a terminal has wrapped the lines of a log; 0 if they aren't wrapped."""
     widest = max(map(len, head.split(b"\n")))
     if not 60 <= widest <= 250:
         return 0
-    # The line of a message goes on without a beginning, and none is longer.
+    # Wrapped: a message continues on a line without a prefix, and no line is longer.
     broken = rb"(?m)^(?=.{%d}$).*ProcessGroupNCCL\.cpp:.*[^.)\d\s]\n[^\[(#\s]" % widest
     return widest if re.search(broken, head) else 0
 
@@ -66,7 +66,7 @@ _BEGINS = re.compile(rb"\[(?:rank|default)\d|\([\w.]+ pid=|\d{4}-|#\d|frame #|Ex
 
 
 def unbroken(block: bytes, width: int) -> bytes:
-    """Join the lines that a terminal has broken. Empty lines stand for the others, so that numbers stay."""
+    """Join lines wrapped by a terminal. Empty lines replace the joined ones, to keep the line numbers."""
     lines = block.split(b"\n")
     head, before = 0, lines[0]
     for at, line in enumerate(lines[1:], 1):
@@ -80,22 +80,22 @@ def unbroken(block: bytes, width: int) -> bytes:
 
 
 class Prefixed(NamedTuple):
-    """A line without what a launcher has put before it."""
+    """A line without its prefixes, and the values of these."""
 
     text: str
     rank: int | None
     stream: str
     """Lines with the same value come from one process."""
     repeated: int
-    """How often Ray has left the same line out."""
+    """Number of repetitions of this line that Ray has suppressed."""
     is_marked: bool
-    """Does `[rank5]:` stand before it? Of a Python error that means: nobody has caught it."""
+    """Has it the prefix `[rank5]:`? If it is a Python error, that means an uncaught one."""
     is_of_a_host: bool
-    """Has torchrun written it for one of the ranks that it has started?"""
+    """Has it torchrun's prefix (`[default0]:`), which marks the log of a whole host?"""
 
 
 def without_prefix(raw: bytes) -> Prefixed:
-    """Return what a line says, and whose it is."""
+    """Strip the prefixes from a line."""
     text = _line_of_json(raw.decode(errors="replace").lstrip("\ufeff\ufffd"))
     text = _COLOURS.sub("", text).rstrip()
     repeated = _REPEATED.search(text)
@@ -122,7 +122,7 @@ def without_prefix(raw: bytes) -> Prefixed:
 
 
 def _line_of_json(text: str) -> str:
-    """Return the line that a forwarder has put into JSON, of several the last one, or the text itself."""
+    """Return the log line in a forwarder's JSON (the last of several), or else the text itself."""
     with suppress(ValueError, RecursionError):
         value = json.loads(text) if text.startswith("{") else None
         if isinstance(value, dict):
@@ -132,7 +132,7 @@ def _line_of_json(text: str) -> str:
 
 
 def is_json_of_forwarder(line: bytes) -> bool:
-    """Return whether a line is JSON that has a line of a log."""
+    """Return whether a line is a forwarder's JSON around a log line."""
     text = line.decode(errors="replace").lstrip("\ufeff")
     return _line_of_json(text) is not text
 
@@ -143,7 +143,7 @@ TIMEOUT = re.compile(
     r"[^)]*?Timeout\(ms\)=(?P<limit>\d+)\)(?: ran for (?P<ms>\d+))?"
 )
 WHEN = re.compile(r"\[[EWIF](\d{2,4}) (\d\d):(\d\d):(\d\d)")
-"""Month and day, and the time, as torch writes them."""
+"""Date and time in torch's format, without the year."""
 CUDA = re.compile(r"watchdog thread terminated with exception: (CUDA error: [^\n]*)")
 STATUS = re.compile(
     r"\[PG (?:ID \d+ PG GUID (?P<guid>\w+)(?:\((?P<desc>[^)]*)\))?|"
@@ -174,10 +174,10 @@ SUMMARY_CODE = re.compile(r"^\s*exitcode\s+: (-?\d+) \(pid: (\d+)\)")
 SRUN = re.compile(r"srun: error: \S+: tasks? (\d+)(?:-\d+|,[\d,-]+)?: (.*)")
 SUMMARY_TIME = re.compile(r"^\s*time\s+: \d{4}-(\d\d)-(\d\d)_(\d\d):(\d\d):(\d\d)")
 SENT = re.compile(r"(?:Sending process (\d+) closing signal|Unable to shutdown process (\d+) via)")
-"""torchrun ends processes after the first that has failed."""
+"""torchrun ends the other processes after the first failure."""
 FILE = re.compile(r'^\s*File "([^"]*)", line (\d+),? in (.*)')
 CALLED = re.compile(r"^\s*#(\d+) (.+?) from (.+):(\d+)")
-"""A call of torch's stack of a failed collective."""
+"""A frame of torch's stack of a failed collective."""
 BACKEND = re.compile(r"ProcessGroup(?:NCCL|Gloo)|NCCL (?:INFO|WARN)|gloo/transport")
 OVER = re.compile(
     r"taking the entire process down|ChildFailedError|exitcode +: |CANCELLED AT|Job step aborted|"
@@ -189,7 +189,7 @@ OWN = re.compile(
     r"rank \d+ came after \d+ s|"
     r"roll call (?:is over|has failed)|message store has not answered"
 )
-"""What Holdfast itself has told."""
+"""Messages of Holdfast itself."""
 RAISED = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::\s?(.*))?$")
 NAME_OF_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Failed|Timeout)$")
 CONSEQUENCE = re.compile(
@@ -200,4 +200,4 @@ CONSEQUENCE = re.compile(
     r"WorkerCrashedError|RankFailed|DeadlineExceeded|ncclRemoteError|(?i:nccl error)|monitoredBarrier|"
     r"Detected mismatch between collectives|EngineDeadError|RayTaskError|killed by signal: Terminated"
 )
-"""What ranks raise whose peers are gone or have not come."""
+"""Errors that follow from the failure or absence of a peer."""

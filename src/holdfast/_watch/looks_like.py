@@ -1,8 +1,8 @@
-"""Which public threads evidence looks like: a table of fingerprints (`looks_like.json`), and no verdict.
+"""Finds public threads with similar symptoms by a table of fingerprints (`looks_like.json`); not a verdict.
 
-A fingerprint has lines of logs, frames of stacks and operations, and says how many of them must be there. `*`
-in a line stands for anything. A frame is a function and, where that is not enough, the end of its file;
-an operation is its name and, where they are known, its sizes.
+A fingerprint has log lines, stack frames and operations as parts, and the number of them that must match. `*`
+in a line matches anything. A frame is a function and, if that is ambiguous, the end of its file name; an
+operation is its name and, if known, its sizes.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from holdfast._watch.names import family
 from holdfast._watch.verdict import Likeness, Observation
 
 MOST = 5
-"""Threads that are told of."""
+"""Maximum number of threads in a diagnosis."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What one thread shows, and what it says."""
+    """The symptoms, cause and cure in one public thread."""
 
     title: str
     thread: str
     cause: str
-    """That of the thread; "not found" if it has none."""
+    """The cause according to the thread; "not found" if it has none."""
     cure: str
     noted: str
     """The day on which this entry was written."""
     needs: int = 1
-    """How many of its parts must be there."""
+    """Number of its parts that must match."""
     lines: tuple[str, ...] = ()
     frames: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ def table() -> tuple[Fingerprint, ...]:
 
 @cache
 def lines() -> tuple[tuple[Part, str, re.Pattern[str]], ...]:
-    """Return the lines of fingerprints, each with its longest text."""
+    """Return the lines of fingerprints, each with its longest literal text and its pattern."""
     return tuple(
         (
             Part(entry.title, line),
@@ -72,7 +72,7 @@ def lines() -> tuple[tuple[Part, str, re.Pattern[str]], ...]:
 
 @cache
 def _frames() -> dict[str, list[tuple[Part, str]]]:
-    """Return the frames of fingerprints and the ends of their files, by the names of functions."""
+    """Return the frames of fingerprints and the ends of their file names, by function name."""
     found: dict[str, list[tuple[Part, str]]] = defaultdict(list)
     for entry in table():
         for frame in entry.frames:
@@ -82,14 +82,14 @@ def _frames() -> dict[str, list[tuple[Part, str]]]:
 
 
 def parts_of_line(text: str) -> Iterator[Part]:
-    """Yield the parts of fingerprints that a line of a log is."""
+    """Yield the parts of fingerprints that match a log line."""
     for part, longest, pattern in lines():
         if longest in text and pattern.search(text) is not None:
             yield part
 
 
 def parts_of_call(call: Call) -> Iterator[Part]:
-    """Yield the parts of fingerprints that a call of a stack is."""
+    """Yield the parts of fingerprints that match a stack frame."""
     for part, file in _frames().get(call.function, ()):
         if call.file.endswith(file):
             yield part
@@ -120,7 +120,7 @@ def _seen(evidence: Evidence) -> Iterator[tuple[Part, Observation]]:
 
 
 def looks_like(evidence: Evidence) -> tuple[Likeness, ...]:
-    """Return the threads that evidence looks like, at most `MOST`; of which most parts were seen, first."""
+    """Return up to `MOST` threads that match the evidence, those with the most matching parts first."""
     seen: dict[str, dict[str, Observation]] = defaultdict(dict)
     for part, observation in _seen(evidence):
         seen[part.title].setdefault(part.part, observation)

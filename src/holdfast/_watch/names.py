@@ -1,11 +1,11 @@
-"""One table of the names of operations: what a log, a flight record and a roll call call the same one."""
+"""Normalizes names of operations, which differ between logs, flight records and roll calls."""
 
 from __future__ import annotations
 
 import re
 
 _FAMILIES = {
-    # NCCL's barrier is an all_reduce of one element, and a log calls it so.
+    # NCCL's barrier is an all_reduce of one element, and is logged as such.
     "all_reduce": "allreduce allreducebarrier allreducesparse sparseallreduce allreducecoalesced",
     # A list of tensors or one tensor: the backend's call is the same.
     "all_gather": "allgather allgatherbase allgathercoalesced allgatherintotensor "
@@ -18,15 +18,15 @@ _FAMILIES = {
 }
 _FAMILY = {name: family for family, names in _FAMILIES.items() for name in names.split()}
 SAME_SIZES = frozenset({"allreduce", "broadcast", "allgatherbase", "reducescatterbase"})
-"""Names of operations whose sizes are the same on all ranks; of others, as of lists, they may differ."""
+"""Names of operations with the same sizes on all ranks; those of others, as of lists, may differ."""
 WAITS_FOR_ALL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
-"""Operations that end nowhere before every rank has come."""
+"""Operations that complete on no rank before every rank has entered them."""
 OF_SOME = frozenset({"send", "recv", "coalesced"})
-"""Operations of some of a group's ranks: others have other numbers."""
+"""Operations between some ranks of a group: sequence numbers differ between ranks."""
 
 
 def group_name(name: str, description: str | None) -> str:
-    """Return what a group is called here."""
+    """Return Holdfast's name for a group."""
     return f"{name}:{description}" if description not in (None, "", "undefined") else name
 
 
@@ -36,5 +36,5 @@ def plain(name: str) -> str:
 
 
 def family(name: str) -> str:
-    """Return what an operation is, in torch's words. A name that the table lacks stands for itself."""
+    """Return the common name of an operation; a name that the table lacks is its own."""
     return _FAMILY.get(plain(name), plain(name))

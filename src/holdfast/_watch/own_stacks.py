@@ -26,15 +26,15 @@ from holdfast._watch.names import group_name
 from holdfast._watch.shared_call import is_own
 
 _OPENS = "_new_process_group_helper"
-"""torch's function that opens a group."""
+"""torch's function that creates a process group."""
 _OF_A_PEER = {"send", "recv", "broadcast"}
 """torch's functions that wait for one rank."""
 _OURS = "holdfast "
-"""What the groups of waits of Holdfast's own begin with."""
+"""Prefix of the group names of Holdfast's own waits."""
 
 
 def stacks_here() -> tuple[Stack, ...]:
-    """Return where the threads of the program are, the main thread first."""
+    """Return the stacks of the program's threads, the main thread first."""
     frames = sys._current_frames()
     main = threading.main_thread()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
@@ -46,9 +46,9 @@ def stacks_here() -> tuple[Stack, ...]:
 
 
 def activity_here() -> tuple[float, float, float]:
-    """Return the seconds of CPU time of the program's threads and children, the bytes that these have moved,
-    and the seconds in which the machine has waited for memory; zeros where that can't be read. A child that
-    comes or goes counts as movement, too."""
+    """Return the CPU seconds of the program's threads and children, the bytes they have transferred, and the
+    seconds that the host was stalled on memory; zeros where that can't be read. A child that starts or ends
+    counts as a transfer, too."""
     with suppress(OSError, ValueError):
         cpu, moved = activity()
         ours = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("holdfast-")}
@@ -57,13 +57,13 @@ def activity_here() -> tuple[float, float, float]:
 
 
 def _stack(thread: str, ident: int, frame: FrameType | None) -> Stack:
-    # All are read first: the thread may go on meanwhile.
+    # Read all line numbers first: the thread may be running.
     read: list[tuple[FrameType, int | None]] = []
     while frame is not None and len(read) < MOST_CALLS:
         read.append((frame, frame.f_lineno))
         frame = frame.f_back
     calls = tuple(Call(one.f_code.co_name, one.f_code.co_filename, line) for one, line in read)
-    # The main thread counts as ended from the joins of `threading._shutdown` on, a call that can be seen.
+    # The main thread counts as ended as soon as `threading._shutdown`, a visible frame, joins the others.
     has_ended = thread == "MainThread" and not threading.main_thread().is_alive()
     if has_ended and calls[-1].function != "_shutdown":
         calls += (AT_EXIT,)
@@ -71,7 +71,7 @@ def _stack(thread: str, ident: int, frame: FrameType | None) -> Stack:
 
 
 def _names(frames: Iterable[FrameType]) -> dict[str, str]:
-    """Return which group a thread opens, which stands in no record yet, and which rank it waits for."""
+    """Return the group that a thread is creating, as no record has it yet, or the rank that it waits for."""
     for frame in frames:
         if frame.f_code.co_name == _OPENS:
             known = _variables(frame)
@@ -82,17 +82,17 @@ def _names(frames: Iterable[FrameType]) -> dict[str, str]:
             known = _variables(frame)
             peer, local = (known.get(f"{of}src", known.get(f"{of}dst")) for of in ("", "group_"))
             if not isinstance(peer, int) and isinstance(local, int):
-                with suppress(ValueError, RuntimeError):  # a group that is gone
+                with suppress(ValueError, RuntimeError):  # the group is destroyed
                     peer = dist.get_global_rank(known.get("group") or dist.group.WORLD, local)  # type: ignore[arg-type]
             return {"peer": str(peer)} if isinstance(peer, int) else {}
     return {}
 
 
 def _variables(frame: FrameType) -> Mapping[str, object]:
-    """Return the variables of a function of torch, and change nothing in it.
+    """Return the local variables of a frame in torch, without side effects.
 
-    Before Python 3.13, a function that is looked at keeps a dict of all its values to its end: tensors that
-    it deletes would not be freed. That dict is also what a debugger writes back from.
+    Before Python 3.13, reading `f_locals` leaves a dict of all values in the frame until it returns: tensors
+    that it deletes would not be freed. A debugger writes variables back from the same dict.
     """
     if sys.version_info >= (3, 13):
         return frame.f_locals
@@ -105,7 +105,7 @@ def _variables(frame: FrameType) -> Mapping[str, object]:
 
 
 class Look:
-    """What is known of this rank at a first look and, some seconds later, at a second one."""
+    """The evidence about this rank: a first sample and, some seconds later, a second one."""
 
     def __init__(self, rank: int, presences: list[Presence]) -> None:
         collector, self._groups = Collector(), list[dict[str, str]]()
@@ -113,13 +113,13 @@ class Look:
         for record in flight_records(entries=True):
             self._groups.append(operations_of(record, collector, ROLL_CALL, rank, self._at))
         members = {group_name(group.name, group.description): group.ranks for group in known_groups()}
-        # Of groups that the program has named itself, some members may be of another job.
+        # Groups named by the program may have members from another job.
         self.members = {name: ranks for name, ranks in members.items() if is_own(name) and min(ranks) == rank}
-        """Of the groups of which this rank is the first."""
+        """Members of the groups in which this rank is the first; another rank reports the rest."""
         for presence in presences:
             if (own := _operation(presence)) is not None:
                 collector.note_operation(rank, own)
-                # The first that is in it tells.
+                # The first rank that has come reports the members.
                 if rank == min(set(presence.participants) - set(presence.waiting_for or ()), default=None):
                     self.members[own.group] = tuple(presence.participants)
         recorded = collector.evidence().ranks.get(rank, Rank(rank))
@@ -128,9 +128,9 @@ class Look:
         )
 
     def again(self, presences: list[Presence], later: tuple[Stack, ...]) -> Rank:
-        """Return what was found, with the numbers of now: what is over meanwhile was no hang.
+        """Return the evidence, updated with current sequence numbers: a completed operation was no hang.
 
-        later: the stacks of the second look.
+        later: the stacks of the second sample.
         """
         passed = time.time() - self._at
         progress = {
@@ -151,18 +151,18 @@ class Look:
             for one in self.found.operations
         )
         if any(one.is_pending and self._has_failed(one, passed) for one in self.found.operations):
-            # After a failure the program does something else: where it was before tells more.
+            # After a timeout the program may be elsewhere: keep the stacks from before.
             return msgspec.structs.replace(self.found, operations=operations)
         newest = tuple(progress.values()) or self.found.progress
         return msgspec.structs.replace(self.found, operations=operations, progress=newest, later=later)
 
     def _has_failed(self, one: Operation, passed: float) -> bool:
-        """Return whether an operation was at its timeout by now: a record tells only that it is over."""
+        """Return whether an operation has reached its timeout: the record shows only that it is over."""
         return one.limit is not None and one.seconds is not None and one.seconds + passed >= one.limit
 
 
 def _raised() -> tuple[Ending, ...]:
-    """Return what has ended the program, if it was an error and the process is still there."""
+    """Return the error that ended the program, if any, while the process is exiting."""
     error = None if threading.main_thread().is_alive() else uncaught()
     if error is None:
         return ()
@@ -171,7 +171,7 @@ def _raised() -> tuple[Ending, ...]:
 
 
 def _operation(presence: Presence) -> Operation | None:
-    """Return a wait of Holdfast's own as an operation of a group; None if it waits for nobody."""
+    """Return one of Holdfast's own waits as an operation of a group; None if it waits for no rank."""
     # A key is `<kind>/<signature>/<generation>.<number>` (`rendezvous.History.begin`).
     group, _, number = presence.operation.rpartition(".")
     if not presence.waiting_for or not number.isdecimal():

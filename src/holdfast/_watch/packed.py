@@ -1,4 +1,4 @@
-"""Opens what people give as evidence: files, pipes, and what gzip has packed, read as a stream."""
+"""Opens evidence as a stream: files, pipes, and data compressed with gzip."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.errors import BadInput
 
 HEAD = 1 << 14
-"""Bytes that can be looked at before they are read."""
+"""Number of bytes that `peek` can return."""
 _OTHERS = {
     b"\x28\xb5\x2f\xfd": "zstdcat",
     b"BZh": "bzcat",
@@ -24,7 +24,7 @@ _OTHERS = {
 
 
 def opened(path: str) -> io.BufferedReader[Any]:
-    """Open a file for reading, unpacked. Raises BadInput for what can't be unpacked."""
+    """Open a file for reading, and decompress gzip. Raises BadInput for other compression formats."""
     file = io.BufferedReader(_AsFound(path), HEAD)
     head = file.peek(HEAD)
     if head.startswith(b"\x1f\x8b"):
@@ -37,17 +37,17 @@ def opened(path: str) -> io.BufferedReader[Any]:
 
 
 LARGEST = 64 << 30
-"""Bytes that are read of a file or a pipe."""
+"""Maximum number of bytes read from a file or a pipe."""
 HOLE = 1 << 30
 PATIENCE = 30.0
-"""Seconds that a pipe may be silent before its first byte."""
+"""Timeout in seconds for the first byte from a pipe."""
 
 
 class _AsFound(io.FileIO):
-    """A file as it was when it was opened: the log of a job at work may grow faster than it is read."""
+    """A file, read up to its size on opening: the log of a running job may grow faster than it is read."""
 
     def __init__(self, path: str) -> None:
-        # Without waiting for the other end of a pipe, which may have none.
+        # Non-blocking, as a pipe may have no writer.
         super().__init__(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
         try:
             found = os.fstat(self.fileno())
@@ -56,11 +56,11 @@ class _AsFound(io.FileIO):
         except BaseException:
             self.close()
             raise
-        # Those of /proc have no size.
+        # Files in /proc have no size.
         self._left = found.st_size if stat.S_ISREG(found.st_mode) and found.st_size else LARGEST
 
     def _refuse(self, path: str, found: os.stat_result) -> None:
-        """Raise BadInput for what has no end, or says nothing."""
+        """Raise BadInput for files that are endless, too large or empty of data."""
         if stat.S_ISREG(found.st_mode):
             if found.st_size > LARGEST:
                 raise BadInput(
@@ -84,7 +84,7 @@ class _AsFound(io.FileIO):
 
 
 class _Unpacked(gzip.GzipFile):
-    """What a gzip file holds, as far as it is whole: of a log whose writer was killed, the end is missing."""
+    """The readable content of a gzip file: if the writer of a log was killed, the end is missing."""
 
     def __init__(self, file: io.BufferedReader[Any]) -> None:
         super().__init__(fileobj=file)

@@ -1,4 +1,4 @@
-"""Where ranks are and what is known of each: the facts that stacks and the kernel show, in few words."""
+"""Formats where ranks are, and the facts about each from its stacks and the kernel."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from holdfast._watch.positions import BUSY, Position, later_of, position_among, 
 from holdfast._watch.verdict import Place, listed
 
 MOVED = 1 << 16
-"""Bytes that are more than signs of life."""
+"""Transferred bytes below this number may be heartbeats, and are not shown."""
 _CHILD = re.compile(r"(?:^|/)subprocess\.py|popen_\w+\.py|^libc.*waitpid")
 _LOADER = re.compile(r"^(?:_next_data|_get_data|_try_get_data|_next_index)$")
 SHOWN = 8
-"""Places that are told."""
+"""Maximum number of places shown."""
 
 
 def places(evidence: Evidence) -> tuple[Place, ...]:
-    """Group ranks by where they are, the fewest first."""
+    """Group ranks by their position, the smallest group first."""
     found: dict[str, list[int]] = defaultdict(list)
     for rank, one in positions_of(evidence).items():
         phase = evidence.ranks[rank].phase
@@ -33,7 +33,7 @@ def _does(one: Position) -> str:
 
 
 def known_of(evidence: Evidence, ranks: Iterable[int]) -> tuple[Place, ...]:
-    """Say what is known of each of these ranks; those of which the same is known are one place."""
+    """Format the facts about these ranks; ranks with the same facts become one place."""
     found: dict[str, list[int]] = defaultdict(list)
     for number in ranks:
         rank = evidence.ranks.get(number)

@@ -1,6 +1,6 @@
-"""Where a thread is: whether it waits in an operation of a group, opens one, is at its exit, or is elsewhere.
+"""Classifies stacks: a thread waits in an operation of a group, opens a group, is at its exit, or elsewhere.
 
-A stack of the host says where kernels are launched, not where the GPU is.
+A stack on the CPU shows where kernels are launched, not where the GPU is.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _EXITS = re.compile(
 )
 _PYTHON = re.compile(
     r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|^<frozen |"
-    # py-spy shortens the names of Python's own library to those of its modules.
+    # py-spy shortens file names of the standard library to those of the modules.
     r"^(?:threading|queue|socket|ssl|selectors|subprocess|asyncio/\w+|concurrent/futures/\w+|multiprocessing/\w+|"
     r"runpy|contextlib|functools|importlib/\w+|tempfile|shutil|fileinput|http/\w+|urllib/\w+|os|pathlib)\.py$"
 )
 
 
 class Position(NamedTuple):
-    """What a thread does."""
+    """The stack of a thread, and its classification."""
 
     stack: Stack
     does: str
@@ -51,29 +51,29 @@ class Position(NamedTuple):
 
     @property
     def is_blocked(self) -> bool:
-        """May it be blocked in an operation of a group? Collectives of the backward pass are on threads that
-        Python does not know."""
+        """May it be blocked in an operation of a group? Autograd issues collectives on threads unknown to
+        Python, hence `differentiates`."""
         return self.does in ("waits", "opens", "differentiates")
 
     @property
     def is_at_its_gpu(self) -> bool:
-        """Does it wait for its GPU's stream? What that waits for is not known."""
+        """Does it wait for a CUDA stream? The operation that blocks the stream is not known."""
         return self.does == "waits" and not any("distributed" in call.file for call in self.stack.calls[:3])
 
     @property
     def rests_in_python(self) -> bool:
-        """Is its innermost call in the library of Python or Ray, so that it is at no GPU?"""
+        """Is its innermost call in the standard library or Ray, so that it does not wait for a GPU?"""
         file = self.stack.calls[0].file
         return _PYTHON.search(file) is not None or "ray/_private/" in file
 
 
 def position_of(stack: Stack) -> Position:
-    """Return what a thread does."""
+    """Classify a stack."""
     calls = stack.calls
     if any(_OPENING.match(call.function) for call in calls[:6] if "distributed" in call.file):
         return Position(stack, "opens")
     inner = [call for call in calls[:8] if _TORCH.search(call.file)]
-    # A function of torch that calls back into Python, such as a plan of a save, is work, and no wait.
+    # A torch function that calls back into Python, such as planning a save, is work rather than a wait.
     is_torchs = _TORCH.search(calls[0].file) is not None
     blocked = is_torchs and (_BLOCKED.match(calls[0].function) is not None or _is_collective(calls[0]))
     if blocked or (calls[0].function == "wrapper" and any(map(_is_collective, inner[:3]))):
@@ -88,24 +88,24 @@ def _is_collective(call: Call) -> bool:
 
 
 def has_ended(stack: Stack) -> bool:
-    """Return whether a main thread has done its program, and is at its exit."""
+    """Return whether the main thread has left the program and is in exit handlers."""
     return any(_EXITS.match(f"{call.function} {call.file}") for call in stack.calls)
 
 
 def is_in_its_program(stack: Stack) -> bool:
-    """Return whether a main thread is known not to be at its exit: what is dumped of it from outside does not
-    show that it runs `atexit` handlers."""
+    """Return whether the main thread is known not to be in exit handlers: a dump from outside the process
+    does not show that it runs `atexit` handlers."""
     begins = bool(stack.ident) or stack.calls[-1].function in ("<module>", "_run_module_as_main")
     return begins and not has_ended(stack)
 
 
 def position_among(stacks: tuple[Stack, ...]) -> Position:
-    """Return what a rank with these threads does: its main thread or, if that waits for another thread, one
-    that is blocked."""
+    """Return the position of the main thread or, if that waits for another thread, of one that is
+    blocked."""
     positions = [position_of(stack) for stack in stacks]
     ours = [stack for stack in stacks if stack.thread == OPERATION]
     if ours and any(call.file.endswith("protocol/runner.py") for call in stacks[0].calls[:6]):
-        # A call of Holdfast's. `_do` calls what its thread does for this rank, and its waits for others.
+        # In a call of Holdfast. On its thread, `_do` calls both the work of this rank and waits for others.
         calls = ours[0].calls
         done = [inner for inner, outer in pairwise(calls) if outer.function == "_do"]
         works = any("/_roster/" not in call.file for call in done)
@@ -115,29 +115,29 @@ def position_among(stacks: tuple[Stack, ...]) -> Position:
 
 
 def positions_of(evidence: Evidence) -> dict[int, Position]:
-    """Return what each rank does whose stacks are known."""
+    """Return the position of each rank whose stacks are known."""
     return {rank: position_among(evidence.ranks[rank].stacks) for rank in evidence.shown()}
 
 
 def later_of(rank: Rank, stack: Stack) -> Stack | None:
-    """Return the second look at a thread; None if there was none, or the thread has ended."""
+    """Return the second sample of a thread; None if there was none, or the thread has ended."""
     same = [one for one in rank.later if (one.ident, one.thread) == (stack.ident, stack.thread)]
     return next(iter(same or (rank.later if stack is rank.stacks[0] else ())), None)
 
 
 BUSY = 0.2
-"""The part of the time in which a thread uses the CPU that waits for nothing."""
+"""CPU use above which a thread counts as busy."""
 
 
 def may_be_at_its_gpu(rank: Rank, one: Position) -> bool:
-    """Return whether a rank may wait for its GPU in a call such as `.item()`, which is in C: a stack shows
-    the line of the program. It uses the CPU then, as far as that is known."""
+    """Return whether a rank may wait for its GPU in a call such as `.item()`: that is in C, so the stack ends
+    at a line of the program. Such a wait uses the CPU, if its use is known."""
     return _stands(rank, one) and not _rests(rank)
 
 
 def rests_in_c(rank: Rank, one: Position) -> bool:
-    """Return whether a thread stood at one line of the program without work: in a call of C, such as
-    `work.wait()` or `time.sleep()`."""
+    """Return whether a thread stayed idle at one line of the program: in a C call, such as `work.wait()` or
+    `time.sleep()`."""
     return _stands(rank, one) and _rests(rank)
 
 
@@ -152,7 +152,7 @@ def _rests(rank: Rank) -> bool:
 
 
 def is_held(rank: Rank, one: Position) -> bool:
-    """Return whether a thread was blocked in one place at both looks, as far as there was a second one."""
+    """Return whether a thread was blocked in the same place in both samples, or in the only one."""
     if not one.is_blocked or not rank.later:
         return one.is_blocked
     later = later_of(rank, one.stack)

@@ -1,8 +1,8 @@
-"""Reads what `ncclras` prints, as text (also `-v`) or as JSON: which ranks of a communicator have launched
+"""Reads the output of `ncclras`, as text (also `-v`) or as JSON: which ranks of a communicator have launched
 fewer operations than others, and which processes do not answer.
 
-Its ranks count in the communicator, and not in the job; and a job that is at work shows the same for a
-moment. So all of it is told, and none of it decides.
+Its ranks are those in the communicator, not in the job, and a healthy job shows the same for a moment. So it
+is shown to the user, but no rule uses it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from holdfast.errors import BadInput
 
 _TITLE = re.compile(r"^(?:#\d+-\d+ \((\w+)\) )?(INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)$")
 LINES = 64
-"""Of one problem."""
+"""Maximum number of lines of one problem."""
 
 
 def is_ras(head: str) -> bool:
-    """Return whether a text begins as the output of ncclras."""
+    """Return whether a text looks like the output of ncclras."""
     return re.search(r"^Job summary\r?\n=+", head, re.MULTILINE) is not None
 
 
@@ -42,7 +42,7 @@ def read_ras(lines: Iterable[str], to: Collector, name: str) -> None:
             end()
             title, kind, began = f"{found[1] or 'the job'} {found[2]}", found[2], number
         elif kind and line.startswith("  "):
-            if "ranks have different" in line:  # those of another operation
+            if "ranks have different" in line:  # the next operation
                 end()
                 began = number
             if len(told) < LINES:

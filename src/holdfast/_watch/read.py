@@ -1,4 +1,4 @@
-"""Finds out what a file is, and has the right reader read it into the evidence."""
+"""Detects the type of a file, and reads it with the right reader into the evidence."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from holdfast._watch.shared_call import ROLL_CALLS, parts
 from holdfast.errors import BadInput
 
 LARGEST_DUMP = 256 << 20
-"""Bytes of a dump that is read as a whole; logs are streamed."""
+"""Maximum size of a dump in bytes, as it is read as a whole; logs are streamed."""
 FILES = 20_000
 _IS_OF_RANK = re.compile(r"^rank-\d+\.json$")
 _NO_EVIDENCE = (".part", ".safetensors", ".distcp", ".pt", ".pth", ".bin", ".npy", ".py", ".so", ".zip")
-"""Files of a folder that are not looked at."""
+"""Suffixes of files in folders that are skipped."""
 _PACKED_LOG = re.compile(r"\.(?:log|out|err|txt)[-.\d]*\.gz$")
 
 
 def read_all(paths: Iterable[str]) -> Evidence:
-    """Read files, and all files of folders that are evidence, into one. Raises BadInput."""
+    """Read files, and all evidence in folders, into one `Evidence`. Raises BadInput."""
     collector = Collector()
     files: dict[str, bool] = {}
-    """Was it given by its name?"""
+    """By path: was the file given by its name, rather than found in a folder?"""
     for path in map(_newest_call, paths):
         for part in parts(path, of_anyone=True):
             if part.number:
@@ -49,7 +49,7 @@ def read_all(paths: Iterable[str]) -> Evidence:
         if is_given:
             raise problem
         refused.append(problem)
-        # A folder has other files, too, and some that were not written to their end.
+        # A folder may have unrelated and incomplete files, too.
         collector.remark("not read", problem.message, Source(file))
     if len(refused) == len(files):
         nothing = BadInput("There is nothing to read.", hint="Give logs, dumps, or a folder of them.")
@@ -58,7 +58,7 @@ def read_all(paths: Iterable[str]) -> Evidence:
 
 
 def _newest_call(path: str) -> str:
-    """Return the folder of a run's newest call: an earlier one tells of another wait."""
+    """Return the folder of a run's newest roll call: earlier ones were about other waits."""
     calls = os.path.join(path, ROLL_CALLS)
     return os.path.join(calls, max(os.listdir(calls), default="")) if os.path.isdir(calls) else path
 
@@ -80,7 +80,7 @@ def _files(path: str) -> list[str]:
 def _that_may_tell(path: str) -> Iterator[str]:
     for folder, _, names in os.walk(path):
         if folder == os.path.join(path, EVENTS):
-            continue  # they tell when, and not why
+            continue  # events show when something happened, but not why
         for name in names:
             may = _PACKED_LOG.search(name) if name.endswith(".gz") else not name.endswith(_NO_EVIDENCE)
             # Nobody may ever write to a FIFO.
@@ -118,12 +118,12 @@ def _read(path: str, rank: int | None, collector: Collector) -> None:
             LogReader(collector, name, rank).read(file)
             return
     if os.path.isfile(path):
-        with opened(path) as again:  # the log that a dump stands in
+        with opened(path) as again:  # the dump may be part of a log
             LogReader(collector, name, rank).read(again)
 
 
 def _is_json(head: bytes) -> bool:
-    """Return whether a file is JSON, and no log that begins with a bracket, or is a forwarder's."""
+    """Return whether a file is JSON, rather than a log that begins with a bracket or is a forwarder's."""
     start = head.lstrip()
     begins = start[:1] in (b"{", b"[") and start[1:].lstrip()[:1] in (b'"', b"{", b"}", b"]")
     return begins and b'"' in start[:200] and not is_json_of_forwarder(head.partition(b"\n")[0])

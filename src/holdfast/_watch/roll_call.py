@@ -1,14 +1,14 @@
-"""The roll call: when a collective has taken half of its group's timeout, every rank says where it is.
+"""The roll call: when a collective has taken half of its group's timeout, every rank reports its position.
 
-A rank sees by the flight recorder that it waits too long, and claims the next call, `roll/<n>`. All ranks
-look for that key at their pace; each answers in `roll/<n>/<rank>` with its stacks and its pending
-collectives, again some seconds later, and writes the same to a file. For a rank that can't answer, because
-it is stopped or holds the GIL, a rank of its machine does, with what the kernel and faulthandler's signal
-show. The rank that has called collects the answers, judges them (`diagnose`), and tells the result once,
-before any watchdog acts.
+A rank detects with the flight recorder that it waits too long, and claims the next call, `roll/<n>`. All
+ranks poll that key at their pace; each answers in `roll/<n>/<rank>` with its stacks and its pending
+collectives, again some seconds later, and writes the same to a file. If a rank can't answer, because it is
+stopped or holds the GIL, another rank of its host answers for it, with the process state and the stacks by
+faulthandler's signal. The rank that started the call collects the answers, makes a diagnosis (`diagnose`),
+and logs the result once, before any watchdog acts.
 
-It ends nothing. Between calls it costs a look at two numbers of each group, and one read of the message
-store. Answers are made on a thread of their own, as storage may not answer.
+A roll call ends no process. Between calls it costs a check of two numbers of each group, and one read of the
+message store. Ranks answer on a separate thread, as storage may block.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from holdfast.errors import RosterLost
 
 log = logging.getLogger("holdfast")
 SHARE = 0.5
-"""The part of its group's timeout after which a collective is too long."""
+"""Share of its group's timeout after which a collective has taken too long."""
 AGAIN = 10.0
-"""Seconds between the two looks, at most: late ranks move meanwhile."""
+"""Maximum seconds between the two samples: time for late ranks to move on."""
 NOTICED = 2.0
-"""Seconds of a collective before which it is not looked at closely."""
+"""Minimum age of a collective, in seconds, before its timeout is looked up."""
 BRIEFLY = 2.0
-"""The same, for a call that was asked for."""
+"""Seconds between the two samples of a call that was requested through the folder."""
 LOOK_IN_FOLDER = 2.0
-"""Seconds between two looks for such a call."""
+"""Polling interval in seconds for such a request."""
 LOOK_AT_OTHERS = 5.0
-"""Seconds, at least, between two looks of a later rank at whether it is one of the first now."""
+"""Minimum interval in seconds at which a later rank checks whether it is one of the first live ranks now."""
 OLD = 60.0
-"""Seconds after which a call is over for a rank that has not seen it."""
+"""Age in seconds from which on a rank ignores a call."""
 
 
 class Pending:
-    """For how long each group has waited in one collective, by the flight recorder."""
+    """Tracks for how long each group has waited in one collective, by the flight recorder."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[int, str], tuple[int, float]] = {}
         self._limits: dict[tuple[int, str], float] = {}
         self._read_at: dict[tuple[int, str], int] = {}
-        """The number before the collective for which all entries of the record were read."""
+        """By group: the last completed number at which all entries of the record were read."""
         self._told: set[tuple[int, str, int]] = set()
         self._missed: tuple[tuple[int, str], int, float, float] | None = None
-        """What the call of this rank was for: a group, its number before, since when, its timeout."""
+        """The wait for which this rank called: group, last completed number, start, timeout."""
         self._looked = time.monotonic()
 
     def too_long(self) -> tuple[float, float] | None:
-        """Return the seconds that a collective of a group has taken, and that group's timeout, if that is too
-        long and was not told yet."""
+        """Return the seconds that a collective has taken, and its group's timeout, if that is too long and
+        not reported yet."""
         now = time.monotonic()
         for key, enqueued, done in _statuses():
             if enqueued <= done:
@@ -83,8 +83,8 @@ class Pending:
         return None
 
     def over(self) -> tuple[float, str] | None:
-        """Return, once, after how many seconds the collective was over that this rank has called for, and how
-        it has ended: the record does not tell a failure."""
+        """Return, once, the duration of the collective for which this rank called, and how it ended, inferred
+        from the time: the record does not show a failure."""
         now, last = time.monotonic(), self._looked
         self._looked = now
         if self._missed is None:
@@ -99,11 +99,11 @@ class Pending:
         return now - since, "is over" if in_time else "has ended, or failed by its timeout"
 
     def tell(self) -> None:
-        """Note that all that is pending now was told of."""
+        """Mark all pending collectives as reported."""
         self._told |= {(*key, done) for key, enqueued, done in _statuses() if enqueued > done}
 
     def _limit(self, key: tuple[int, str], done: int) -> float | None:
-        # Once a collective: reading 2,000 entries takes half a second, and they may not tell.
+        # Once for each collective: reading 2,000 entries takes half a second, and may find no timeout.
         if key not in self._limits and self._read_at.get(key) != done:
             self._read_at[key] = done
             for number, record in enumerate(flight_records(entries=True)):
@@ -114,7 +114,7 @@ class Pending:
 
 
 def _statuses() -> Iterable[tuple[tuple[int, str], int, int]]:
-    """Yield the last number that was enqueued, and that was completed, of each group."""
+    """Yield the last enqueued and the last completed number of each group."""
     for number, record in enumerate(flight_records()):
         for group, status in record.get("pg_status", {}).items():
             enqueued, done = status["last_enqueued_collective"], status["last_completed_collective"]
@@ -129,15 +129,15 @@ class RollCall:
         self._roster = ref(roster)  # it lives as long as its process group
         self._pending = Pending()
         self._number = 0
-        """Of the next call."""
+        """The number of the next call."""
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
         self._told: set[str] = set()
-        """Waits of Holdfast's own that were told of: in saves, loads and what stands in for a collective."""
+        """Holdfast's own waits that were reported: in saves, loads and replacements of collectives."""
         self._waiting_call: tuple[str, str] | None = None
-        """A call in the folder that this job has no part in yet, and why it was made."""
+        """A call in the folder in which this job takes no part yet, and the reason for it."""
         self._joined: set[str] = set()
-        """Such calls that this job has a part in."""
+        """Calls in the folder in which this job takes part."""
         self._next_look = 0.0
         self._next_look_at_others = 0.0
         self._looks = threading.Event()
@@ -149,16 +149,16 @@ class RollCall:
         try:
             if roster is not None:
                 self._look(roster.bounded().base(), beacon_of(roster))
-        except RosterLost as error:  # the program's own calls meet it, too
+        except RosterLost as error:  # the program's own calls raise it, too
             roster = None if error.details.get("destroyed") else roster
-        except Exception as error:  # the same would come at every beat
+        except Exception as error:  # it would recur at every beat
             log.warning("Roll calls end here: %s: %s", type(error).__name__, error)
             roster = None
         if roster is None:
             heart.end(self)
 
     def _look(self, base: Roster, beacon: Beacon) -> None:
-        """Call if this rank waits too long or somebody asks, and answer a call."""
+        """Start a call if this rank waits too long or one is requested, and answer calls."""
         self._look_in_folder(base)
         if (ended := self._pending.over()) is not None:
             log.warning("The collective of the last roll call %s, after %.0f s.", ended[1], ended[0])
@@ -176,7 +176,7 @@ class RollCall:
                 self._thread = start_thread(lambda: self._answer(answering, beacon), "holdfast-roll-call")
 
     def _call(self, rank: int, beacon: Beacon) -> Asked | None:
-        """Return the call that this rank makes now, or None."""
+        """Return the call that this rank should start now, if any."""
         if (waited := self._pending.too_long()) is not None:
             why = f"a collective has taken {waited[0]:.0f} of {waited[1]:.0f} s"
             return Asked(rank, why, min(AGAIN, waited[1] / 8), time.time())
@@ -193,8 +193,8 @@ class RollCall:
         return None
 
     def _look_in_folder(self, base: Roster) -> None:
-        """Look for calls that were asked for, on two ranks, of which one may hang. Storage may not answer, so
-        a thread looks."""
+        """Poll the folder for requested calls, on two ranks, in case one hangs. Runs on a thread, as storage
+        may block."""
         folder = roll_call_folder()
         if not folder or time.monotonic() < self._next_look or self._looks.is_set():
             return
@@ -212,8 +212,8 @@ class RollCall:
         start_thread(look, "holdfast-roll-call-folder")
 
     def _is_of_the_first(self, base: Roster) -> bool:
-        """Return whether of the three ranks before this one at most one goes on: of all that do, this is true
-        of the first two at least."""
+        """Return whether at least two of the three ranks before this one have ended (for rank 2: one of two).
+        This is always true for the first two live ranks."""
         if time.monotonic() < self._next_look_at_others:
             return False
         before = see(base, range(base.rank - 3, base.rank)) if base.rank > 2 else see(base, (0, 1))
@@ -225,9 +225,9 @@ class RollCall:
     def _answer(self, answering: Answering, beacon: Beacon) -> None:
         try:
             answering.run()
-        except RosterLost:  # as in `beat`: also if the program has destroyed its process group meanwhile
+        except RosterLost:  # as in `beat`; also if the program has destroyed its process group
             pass
-        except Exception as error:  # a job must not notice it
+        except Exception as error:  # must not affect the job
             log.warning("A roll call could not be answered: %s: %s", type(error).__name__, error)
         self._pending.tell()
         self._told = {one.operation for one in beacon.operations if one.waiting_for}

@@ -1,8 +1,8 @@
-"""Calls that are asked for, or made together, in a folder: `holdfast doctor --all`, and jobs that share one.
+"""Roll calls through a shared folder: requested by `holdfast doctor --all`, or common to several jobs.
 
-A new folder under `roll-calls` that has no file `job-<k>` of this job is a call to answer. The first job to
-come writes `job-0`, the next `job-1`, and so on, exclusively; the ranks of a job follow those of the jobs
-before it. So a trainer and an engine with two message stores make one call.
+A job answers a new folder under `roll-calls` that has no `job-<k>` file of this job yet. The first job to
+arrive creates `job-0` exclusively, the next `job-1`, and so on; ranks are numbered through in this order. So
+a trainer and an engine with two message stores make one call.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from holdfast._watch.collector import RANKS
 from holdfast._watch.evidence import Rank
 
 ROLL_CALLS = "roll-calls"
-"""The folder of a run that has the files of its roll calls."""
+"""The folder in a run folder for the files of its roll calls."""
 ASKED = "asked"
 YOUNG = 30.0
-"""Seconds in which a call in the folder is answered."""
+"""Maximum age in seconds of a call in the folder that is still answered."""
 JOBS = 16
 SMALL, LARGE = 4096, 64 << 20
-"""Bytes that a file of a job, or the answer of a rank, has at most."""
+"""Maximum size in bytes of a `job-<k>` file, and of a rank's answer."""
 _OWN = re.compile(r"^(?:\d+|[0-9a-f]{40})(?::|/|$)|^holdfast ")
-"""Names that torch gives groups, a count or a digest, and that Holdfast gives its calls. Other jobs have the
-same."""
+"""Group names that are not unique across jobs: torch's (a counter or a digest), and those of Holdfast's own
+waits."""
 
 
 class Part(msgspec.Struct, frozen=True):
-    """`job-<k>`: one job of a call."""
+    """`job-<k>`: one job in a roll call."""
 
     job: str
     world_size: int
     program: str
     number: int = 0
     first: int = 0
-    """The number of its rank 0 in the call."""
+    """The number of the job's rank 0 in the call."""
 
     def said(self) -> str:
-        """Say which ranks are its own."""
+        """Format which ranks of the call belong to the job."""
         last = self.first + self.world_size - 1
         program = "".join(filter(str.isprintable, self.program))[:80]
         return f"ranks {self.first}-{last} are ranks 0-{self.world_size - 1} of {program}"
 
     def rank(self, rank: Rank) -> Rank:
-        """Return what is known of a rank under its number in the call."""
+        """Return the evidence about a rank, renumbered for the call."""
         change = msgspec.structs.replace
         return change(
             rank,
@@ -63,11 +63,11 @@ class Part(msgspec.Struct, frozen=True):
         )
 
     def group(self, name: str) -> str:
-        """Return the name of a group in the call: jobs have groups of one name that are not the same."""
+        """Return a group's name within the call: different groups of two jobs may share a name."""
         return f"job {self.number} {name}" if self.number and is_own(name) else name
 
     def members(self, members: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return the members of groups of this job only, under their numbers in the call."""
+        """Return the members of groups local to this job, renumbered for the call."""
         return {
             self.group(name): tuple(rank + self.first for rank in ranks)
             for name, ranks in members.items()
@@ -76,21 +76,21 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def is_own(group: str) -> bool:
-    """Return whether the program has not named a group, so that all of its ranks are of one job."""
+    """Return whether a group's name is generated, not given by the program: then it is within one job."""
     return _OWN.match(group) is not None
 
 
 def folder_of(path: str, make: bool = False, of_anyone: bool = False) -> SharedFolder:
-    """Open the folder of a call, which is in `roll-calls` of a folder that others may write to."""
+    """Open the folder of a call, under `roll-calls` in a folder that others may write to."""
     above, name = os.path.split(path)
     base, middle = os.path.split(above)
-    if middle != ROLL_CALLS:  # what somebody has collected
+    if middle != ROLL_CALLS:  # files that a user has collected
         return SharedFolder(path, make=make, of_anyone=of_anyone)
     return SharedFolder(base, middle, name, make=make, of_anyone=of_anyone)
 
 
 def ask_for_call(folder: str, why: str) -> str:
-    """Ask the jobs that have this folder (HOLDFAST_ROLL_CALLS) for a call; return the folder of the call."""
+    """Request a call from the jobs that use this folder (HOLDFAST_ROLL_CALLS); return the call's folder."""
     path = os.path.join(folder, ROLL_CALLS, f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-asked")
     with folder_of(path, make=True) as call:
         call.write(ASKED, msgspec.json.encode(why))
@@ -98,9 +98,9 @@ def ask_for_call(folder: str, why: str) -> str:
 
 
 def waiting_call(folder: str, job: str) -> tuple[str, str] | None:
-    """Return the name of the newest call that this job has no part in yet, and why it was made.
+    """Return the name of the newest call if this job takes no part in it yet, and the reason for the call.
 
-    A call of another user is not answered, unless root has made it.
+    Calls by other users than root are ignored.
     """
     try:
         with SharedFolder(folder, ROLL_CALLS) as calls:
@@ -120,7 +120,7 @@ def waiting_call(folder: str, job: str) -> tuple[str, str] | None:
 
 
 def parts(path: str, of_anyone: bool = False) -> list[Part]:
-    """Return the jobs that have a part in a call so far. of_anyone: also those of other users."""
+    """Return the jobs that take part in a call so far. of_anyone: also if another user owns the folder."""
     found: list[Part] = []
     with suppress(OSError, *NO_JSON), folder_of(path, of_anyone=of_anyone) as call:
         for number in range(JOBS):
@@ -132,7 +132,7 @@ def parts(path: str, of_anyone: bool = False) -> list[Part]:
 
 
 def take_part(path: str, job: str, world_size: int) -> Part | None:
-    """Note that this job has a part in a call; None if there is no place left."""
+    """Register this job in a call; return None if the call has the maximum number of jobs."""
     program = f"{os.path.basename(sys.argv[0])} (pid {os.getpid()})"
     with folder_of(path, make=True) as call:
         for number in range(JOBS):
@@ -145,8 +145,8 @@ def take_part(path: str, job: str, world_size: int) -> Part | None:
 
 
 def read_answers(path: str, jobs: Iterable[Part]) -> tuple[dict[str, Any], bool]:
-    """Return what ranks of jobs have written by now, by the names of their files, and whether each of them
-    has answered twice."""
+    """Return the answers so far of the ranks of jobs, by file name, and whether all ranks have answered
+    twice."""
     found: dict[str, Any] = {}
     whole = False
     with suppress(OSError), folder_of(path) as call:
@@ -162,8 +162,8 @@ def read_answers(path: str, jobs: Iterable[Part]) -> tuple[dict[str, Any], bool]
 
 
 def wait_for_answers(path: str, seconds: float) -> bool:
-    """Wait until all ranks of the jobs that take part in a call have answered twice; return whether any has
-    answered by then."""
+    """Wait until all ranks of the jobs in a call have answered twice, or until the timeout; return whether
+    any rank has answered."""
     ends = time.monotonic() + seconds
     while True:
         jobs = parts(path)

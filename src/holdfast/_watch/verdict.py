@@ -1,4 +1,4 @@
-"""What a diagnosis is: who is waited for, why, as far as it is proven, and what it looks like."""
+"""The data model of a diagnosis: which ranks are waited for, the proven cause if any, and similar threads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from holdfast._watch.evidence import Call, Source
 
 
 class Observation(NamedTuple):
-    """Something that was read, and where."""
+    """A fact from the evidence, with its source."""
 
     what: str
     source: Source | None = None
 
 
 class Place(NamedTuple):
-    """Ranks that are at one place."""
+    """Ranks with the same position or facts."""
 
     ranks: tuple[int, ...]
     text: str
@@ -30,22 +30,22 @@ class Who(msgspec.Struct, frozen=True):
 
     summary: str
     ranks: tuple[int, ...] | None
-    """Those that are not there and wait for nobody, or that are unlike the others. Empty: nobody is missing;
+    """The ranks to look at: absent and not waiting themselves, or unlike the others. Empty: none is missing;
     None: not known."""
     basis: str
-    """What shows it: `counts`, `stacks`, `log`, or `cause`, if only the cause does."""
+    """The kind of evidence for it: `counts`, `stacks`, `log`, or `cause`, if only the cause shows it."""
     waiting: tuple[int, ...] = ()
     absent: tuple[int, ...] = ()
-    """Those that have not come to where the others wait, and wait for nobody."""
+    """Ranks that have not reached the operation of the others, and are not waiting themselves."""
     group: str = ""
     operation: str = ""
     number: int | None = None
     seconds: float | None = None
-    """For how long the operation has been pending, at least."""
+    """Minimum time for which the operation has been pending."""
     call: Call | None = None
-    """The line of code of the first of `ranks`, or of the first that waits."""
+    """The code position of the first of `ranks`, or of the first waiting rank."""
     known: tuple[Place, ...] = ()
-    """What is known of those that are absent, or else of `ranks`."""
+    """Facts about the ranks in `absent`, or else in `ranks`."""
     seen: tuple[Observation, ...] = ()
 
 
@@ -67,7 +67,7 @@ TODO = {
     "stopped": "Look at what has stopped it: SIGSTOP, a debugger, a job control shell.",
 }
 IN_A_SAVE = "import holdfast; holdfast.install(): its saves issue no collective, so that nobody waits in one"
-"""What removes a hang whose collective is a save's."""
+"""Advice for a hang in a collective of a save."""
 
 
 class Why(msgspec.Struct, frozen=True):
@@ -77,13 +77,13 @@ class Why(msgspec.Struct, frozen=True):
     """A key of `MEANS`."""
     summary: str
     ranks: tuple[int, ...] | None = None
-    """Those to blame or, of a mismatch, those that differ from the rest. None: not known."""
+    """The ranks to blame; for a mismatch, the ones that differ from the rest. None: not known."""
     call: Call | None = None
     seen: tuple[Observation, ...] = ()
 
 
 class Likeness(msgspec.Struct, frozen=True):
-    """A thread that evidence looks like."""
+    """A public thread whose symptoms match the evidence."""
 
     title: str
     thread: str
@@ -100,23 +100,23 @@ class Diagnosis(msgspec.Struct, frozen=True):
     why: Why | None
     """None: nothing proves a cause."""
     places: tuple[Place, ...]
-    """Where all ranks are whose stacks are known, those of the fewest ranks first."""
+    """The positions of all ranks with known stacks, the fewest ranks first."""
     looks_like: tuple[Likeness, ...]
-    """Public threads that show the same lines, frames or operations; no cause follows from it."""
+    """Public threads with the same log lines, frames or operations; no proof of a cause."""
     advice: tuple[Observation, ...]
-    """What an engineer says of it at first sight."""
+    """First observations about the evidence (`advice.advice`)."""
     observations: tuple[Observation, ...]
     collect: tuple[str, ...]
-    """What to collect, each with its command."""
+    """Missing evidence, with the commands that collect it."""
     heard_of: tuple[int, ...]
     world_size: int | None
     is_complete: bool
     holdfast: str = ""
-    """The line of Holdfast that removes such a hang; empty if none does."""
+    """How Holdfast would avoid this hang; empty if it would not."""
 
     @property
     def says(self) -> str:
-        """Return who and why in one line each."""
+        """Format `who` and `why`, one line each."""
         lines = [self.who.summary] if self.who is not None else []
         lines += [f"{self.why.kind}: {self.why.summary}"] if self.why is not None else []
         return "\n".join(f"{line}." for line in lines) or "No rank is known to wait for another."

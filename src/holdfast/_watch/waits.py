@@ -1,8 +1,8 @@
-"""Who waits for whom, by the number of collectives that each rank has issued in each group.
+"""Derives which ranks wait for which from the sequence numbers of collectives in each group.
 
-Operations are joined by group and number. A thread of a rank waits in an operation that is pending and that a
-member of its group has not come to. Where stacks are known, the thread that has issued it must be blocked: an
-operation may go on in the background while its rank is elsewhere.
+Operations are joined by group and sequence number. A thread waits in an operation if that is pending and a
+member of its group has not reached it. If stacks are known, the thread that issued the operation must also be
+blocked: an asynchronous operation may be pending while its rank is elsewhere.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from holdfast._watch.names import OF_SOME
 from holdfast._watch.positions import is_held, may_be_at_its_gpu, position_among, position_of, rests_in_c
 
 Table = dict[str, dict[int, dict[int, Operation]]]
-"""By group and number, the operation of each rank."""
+"""The operations by group, sequence number and rank."""
 Thread = tuple[int, str]
-"""A rank, and what identifies one of its threads; "" is the main thread."""
+"""A rank, and the ID of one of its threads; "" is the main thread."""
 
 
 def table_of(evidence: Evidence) -> Table:
@@ -25,18 +25,18 @@ def table_of(evidence: Evidence) -> Table:
     table: Table = defaultdict(lambda: defaultdict(dict))
     groups = {one.group for _, one in evidence.operations() if one.group}
     alone = next(iter(groups)) if len(groups) == 1 else ""
-    # Where a rank counts otherwise in its group, groups of some ranks are in use, and a rank 1 may be of any.
+    # If a rank differs from its rank in the group, there are subgroups, and a group rank 1 is ambiguous.
     in_parts = any(one.group_rank not in (None, rank) for rank, one in evidence.operations() if not one.group)
     of_all = (alone or "default_pg") if not groups or alone.endswith(":default_pg") else ""
     for rank, one in evidence.operations():
-        # Other groups of other ranks have the same local number.
+        # `PG <n>` is a local number: different groups have it on different ranks.
         is_local = one.group.startswith("PG ") and one.group_rank != rank
         if one.kind in OF_SOME or one.group.endswith("/p2p") or one.number == UNKNOWN or is_local:
             continue
-        # A line without a group, of a rank that counts in it as in the world.
+        # A line without a group, whose rank in the group equals the global rank: the default group.
         group = one.group or (of_all if one.group_rank == rank and not in_parts else "")
         if group:
-            # The pending one counts, if there was another before.
+            # Of several, a pending one takes precedence.
             known = table[group][one.number].get(rank)
             if known is None or not known.is_pending:
                 table[group][one.number][rank] = one
@@ -44,14 +44,14 @@ def table_of(evidence: Evidence) -> Table:
 
 
 class Wait(NamedTuple):
-    """A thread that waits in an operation for ranks that have not come to it."""
+    """A thread that waits in an operation for ranks that have not reached it."""
 
     thread: Thread
     group: str
     operation: Operation
     absent: frozenset[int]
     is_sure: bool = True
-    """False: the thread rests at a line of the program, which may be `work.wait()`, or something else."""
+    """False: the thread is idle at a line of the program, which may be `work.wait()` or another call."""
 
     @property
     def rank(self) -> int:
@@ -59,24 +59,24 @@ class Wait(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int]:
-        """What all threads that wait for the same ranks have in common."""
-        own = -2 - self.rank  # a message has no number that its two ranks have in common
+        """The operation's group and number: equal for all threads that wait in it."""
+        own = -2 - self.rank  # a message has no sequence number common to its two ranks
         return self.group, own if self.operation.number == UNKNOWN else self.operation.number
 
 
 class Waits:
-    """All waits that counts show."""
+    """All waits, derived from sequence numbers, and for unrecorded operations from stacks."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self.of: dict[Thread, Wait] = {}
-        """The first of each thread."""
+        """The first wait of each thread."""
         self.whole: list[tuple[str, int, dict[int, Operation]]] = []
-        """Pending operations that every member has come to: group, number, and what each rank has issued."""
+        """Pending operations that every member has reached: group, number, and each rank's operation."""
         self._next: dict[tuple[str, int], list[Thread]] = {}
         self._entered = {(one.group, rank): one.enqueued for rank, one in evidence.progress()}
-        # Who has ended comes no more, and who has answered a roll call itself has read its record, which may
-        # be empty. Of others without any count, nothing is known.
+        # A rank counts as absent only if its progress is known: it has operations or an end, or has answered
+        # a roll call by itself, so that its flight record was read and may be empty.
         answered = {rank for rank, stack in evidence.shown().items() if stack.ident}
         told = (*evidence.operations(), *evidence.progress(), *evidence.endings())
         counted = answered | {rank for rank, _ in told}
@@ -86,7 +86,7 @@ class Waits:
                 for rank in ranks:
                     self._entered[group, rank] = max(number, self._entered.get((group, rank), 0))
         for group, numbers in self.table.items():
-            # Without the list of members, the ranks that were seen in the group.
+            # If the members are unknown, use the ranks with operations in the group.
             seen_in_it = {rank for ranks in numbers.values() for rank in ranks}
             members = set(evidence.members.get(group, seen_in_it)) & counted
             for number, ranks in sorted(numbers.items()):
@@ -106,7 +106,7 @@ class Waits:
         unheard = set(self._evidence.members.get(group, ())) - self._evidence.ranks.keys()
         called = any(one.source == ROLL_CALL for one in pending.values())
         if called and pending.keys() == everyone - unheard and 0 < 2 * len(unheard) < len(everyone):
-            # All others have come, and these have not answered: if they had come, it would be over.
+            # All others are in it, and these have not answered: had they come, it would have completed.
             absent = frozenset(unheard)
         if pending and not absent and set(pending) == everyone and len(everyone) > 1:
             self.whole.append((group, number, pending))
@@ -117,7 +117,7 @@ class Waits:
                 self.of.setdefault(thread, Wait(thread, group, one, absent, found[1]))
 
     def _note_unrecorded(self, seen: Rank) -> None:
-        """Note what no record has: messages of gloo, and groups that are being opened."""
+        """Add waits that no flight record has: messages over gloo, and groups being created."""
         position = position_among(seen.stacks)
         thread, names = (seen.rank, _name(seen, position.stack)), position.stack.names
         if thread in self.of or not is_held(seen, position):
@@ -127,7 +127,7 @@ class Waits:
         if messages and names.get("peer", "").isdecimal():
             name, absent = f"{min(messages)} with rank {names['peer']}", {int(names["peer"])}
         elif seen.rank in self._opens and names.get("members"):
-            # Members that open another group meanwhile; others may have opened it already.
+            # Absent: members that are creating another group. Other members may have created this one.
             name, group = "opening", names["group_name"]
             members = set(map(int, names["members"].split(",")))
             own = self._opens[seen.rank]
@@ -137,8 +137,8 @@ class Waits:
             self.of[thread] = Wait(thread, group, operation, frozenset(absent))
 
     def _blocked_thread(self, rank: Rank, one: Operation) -> tuple[str, bool] | None:
-        """Return the thread that is blocked in an operation, and whether that is sure; None if the operation
-        goes on in the background."""
+        """Return the thread that is blocked in an operation, and whether that is certain; None if no thread
+        waits for the operation."""
         if not rank.stacks:
             return "", True
         issued = next((stack for stack in rank.stacks if one.thread and stack.ident == one.thread), None)
@@ -148,13 +148,13 @@ class Waits:
             return name, True
         if issued is not None:
             return (name, False) if rests_in_c(rank, position) else None
-        # What waits for a GPU, as in `.item()`, is at a line of the program.
+        # A wait for a GPU, as in `.item()`, shows as a line of the program.
         at_its_gpu = one.backend != "gloo" and not one.thread and may_be_at_its_gpu(rank, position)
         return ("", True) if at_its_gpu else None
 
     def next(self, wait: Wait) -> list[Thread]:
-        """Return the threads that an operation waits for: in each rank that has not come, the one that has
-        issued operations of this group before, or the main thread."""
+        """Return the threads that an operation waits for: on each absent rank, the thread that has issued
+        operations of this group before, or the main thread."""
         if wait.key not in self._next:
             self._next[wait.key] = [
                 (rank, self._thread_for(rank, wait.group)) for rank in sorted(wait.absent)
@@ -169,22 +169,22 @@ class Waits:
         return next((_name(seen, stack) for stack in seen.stacks if stack.ident in issued - {""}), "")
 
     def roots(self) -> set[Thread]:
-        """Return the threads that others wait for and that wait in no operation themselves, or else those of
-        which that is not sure."""
+        """Return the threads that others wait for and that don't wait in an operation themselves; if there
+        are none, those whose own wait is uncertain."""
         waited_for = {thread for wait in self.of.values() for thread in self.next(wait)}
         sure = {thread: wait for thread, wait in self.of.items() if wait.is_sure}
         waited_for_surely = {thread for wait in sure.values() for thread in self.next(wait)}
         return waited_for - self.of.keys() or waited_for_surely - sure.keys()
 
     def cycle(self) -> list[Wait]:
-        """Return waits of which each is for the next, and the last for the first; or nothing."""
+        """Return a cycle of waits: each waits for the next, and the last for the first; empty if none."""
         over = {thread for thread, wait in self.of.items() if not wait.is_sure}
         for start in sorted(self.of):
             way: list[Thread] = []
             thread: Thread | None = start
             while thread is not None and thread not in over and thread not in way:
                 way.append(thread)
-                # Of those that it waits for, one that waits itself is enough: all on the way do.
+                # Following one waiting thread is enough: every thread on the way waits.
                 thread = next((one for one in self.next(self.of[thread]) if one in self.of), None)
             if thread in way:
                 return [self.of[one] for one in way[way.index(thread) :]]
@@ -193,5 +193,5 @@ class Waits:
 
 
 def _name(rank: Rank, stack: Stack) -> str:
-    """Return how a thread is identified here."""
+    """Return the ID of a thread for `Thread`."""
     return "" if stack is rank.stacks[0] else stack.ident or stack.thread

@@ -1,4 +1,4 @@
-"""Who waits, and for whom: by counts where ranks have any, by their stacks, or by what a log tells."""
+"""Which ranks wait, and for which: by sequence numbers if known, by stacks, or by lines of a log."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from holdfast._watch.waits import Waits
 from holdfast._watch.why import observed
 
 SEEN = 8
-"""Waits that are told with a result."""
+"""Maximum number of waits listed with a result."""
 
 
 def who_waits(evidence: Evidence, waits: Waits) -> Who | None:
-    """Return the first that the evidence tells, from the strongest to the weakest."""
+    """Return the result of the first rule that applies, from the strongest to the weakest."""
     counts = _by_counts(evidence, waits), _nobody_is_missing(evidence, waits)
     return next(chain(*counts, _opening(evidence), _by_stacks(evidence), _by_log(evidence)), None)
 
@@ -27,7 +27,7 @@ def _by_counts(evidence: Evidence, waits: Waits) -> Iterator[Who]:
     if not waits.of:
         return
     circle, at = waits.cycle(), positions_of(evidence)
-    # Whoever else is missing: those of a cycle wait for ever.
+    # A cycle comes first, whichever other ranks are absent: it never resolves.
     roots = {rank for rank, _ in waits.roots()} if not circle else set[int]()
     opaque = {rank for rank in roots & at.keys() if is_held(evidence.ranks[rank], at[rank])}
     absent = roots - opaque or roots
@@ -52,8 +52,8 @@ def _by_counts(evidence: Evidence, waits: Waits) -> Iterator[Who]:
         text += f", for {listed(first.absent)}, which {wait_too}, too"
     if behind := waiting - here:
         text += f"; {listed(behind)} {_do(behind, 'waits')} in other operations"
-    # One that waits in an operation that torch does not record may wait for another one; but not if few do,
-    # and in none of two ranks.
+    # A rank blocked in an operation that torch does not record may wait for another rank. That is unlikely
+    # if few ranks are, and not in messages between two ranks.
     messages = _exchange((at[rank] for rank in opaque), _MESSAGES | {"wait"})
     clear = absent - opaque or (absent and not messages and 2 * len(opaque) < len(evidence.ranks))
     shown = sorted(absent & at.keys())
@@ -74,8 +74,8 @@ def _by_counts(evidence: Evidence, waits: Waits) -> Iterator[Who]:
 
 
 def _to_look_at(evidence: Evidence, waiting: set[int], absent: set[int]) -> tuple[int, ...] | None:
-    """Return the ranks that are not there. If these have ended with success, the fewer of both are unlike the
-    others: one that waits after the end of all others is the one to look at."""
+    """Return the absent ranks. If these have ended successfully, return the smaller of both sets: a rank that
+    waits after the end of all others is the one to look at."""
     away = {rank for rank, ending in evidence.endings() if ending.is_clean}
     if absent <= away and len(waiting) <= len(absent):
         return tuple(sorted(waiting)) if len(waiting) < len(absent) else None
@@ -86,12 +86,12 @@ _MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
 def _exchange(positions: Iterable[Position], functions: set[str]) -> bool:
-    """Return whether a thread is in one of these functions, as of messages between two ranks."""
+    """Return whether a thread is in one of these functions, such as those of messages between two ranks."""
     return any(call.function in functions for one in positions for call in one.stack.calls[:4])
 
 
 def _do(ranks: Collection[int], what: str) -> str:
-    """Return a verb in the number of its ranks."""
+    """Return a verb in singular or plural."""
     return what if len(ranks) == 1 else {"waits": "wait", "has": "have", "is": "are"}[what]
 
 
@@ -101,10 +101,10 @@ def _nobody_is_missing(evidence: Evidence, waits: Waits) -> Iterator[Who]:
     group, number, ranks = waits.whole[0]
     first = ranks[min(ranks)]
     sizes = {one.sizes for one in ranks.values()}
-    # Of operations whose sizes must not differ, it is a mismatch; those of gathers mostly do.
+    # Sizes that must be equal are checked as a mismatch (`why`); those of gathers usually differ.
     exchange = len(sizes) > 1 and first.kind == "all_to_all"
     differ = ", with different sizes, which only given splits allow" if exchange else ""
-    # The log and the flight record may both tell of it, and only the record says whether it started.
+    # The log and the flight record may both have it; only the record shows whether it started.
     held = {
         rank
         for rank in ranks
@@ -130,7 +130,7 @@ def _nobody_is_missing(evidence: Evidence, waits: Waits) -> Iterator[Who]:
 
 
 def _by_stacks(evidence: Evidence) -> Iterator[Who]:
-    """Some ranks are blocked, and others are elsewhere or have ended."""
+    """Rule: some ranks are blocked, and others are elsewhere or have ended."""
     at, known = positions_of(evidence), evidence.ranks
     held = {rank for rank, one in at.items() if is_held(known[rank], one) and not _goes_on(known[rank], one)}
     away = (at.keys() | {rank.rank for rank in known.values() if rank.endings or rank.state}) - held
@@ -147,7 +147,7 @@ def _by_stacks(evidence: Evidence) -> Iterator[Who]:
         yield Who(text, None, "stacks", waiting, call=first.call, known=known_of(evidence, unclear))
         return
     if all(at[rank].is_at_its_gpu for rank in held) and not at.keys() - held:
-        return  # the others have ended, and what a GPU waits for is not known
+        return  # the others have ended, and the operation that blocks the GPUs is unknown
     ranks = _to_look_at(evidence, held, away)
     yield Who(
         f"{text}; {listed(away)} {_do(away, 'is')} not there",
@@ -162,8 +162,8 @@ def _by_stacks(evidence: Evidence) -> Iterator[Who]:
 
 
 def _goes_on(rank: Rank, one: Position) -> bool:
-    """Return whether a rank has an end, has completed an operation between the two looks, or computes
-    gradients and has issued none that is pending."""
+    """Return whether a rank has ended, has completed an operation between the two samples, or is in a
+    backward pass as seen by its own process."""
     over = any(other.seconds is not None and not other.is_pending for other in rank.operations)
     return bool(rank.endings) or over or (one.does == "differentiates" and bool(one.stack.ident))
 
@@ -173,7 +173,7 @@ def _seen(one: Position) -> tuple[Observation, ...]:
 
 
 def _all_wait(evidence: Evidence, positions: dict[int, Position]) -> Iterator[Who]:
-    """All ranks whose stacks are known are blocked: at one place, or at several."""
+    """Rule: all ranks with known stacks are blocked, in one place or in several."""
     at: dict[str, list[int]] = defaultdict(list)
     for rank, one in positions.items():
         at[f"{one.does} at {one.call} {one.stack.names.get('group_name', '')}"].append(rank)
@@ -187,7 +187,7 @@ def _all_wait(evidence: Evidence, positions: dict[int, Position]) -> Iterator[Wh
         text = f"all ranks wait, {listed(few)} at {one.call}, {others} elsewhere"
         messages = _exchange((positions[rank] for rank in few), _MESSAGES)
         clear = len(at) == 2 and 2 * len(few) < len(positions) and not messages and evidence.is_complete
-        # Its GPU may only not have come through.
+        # Its GPU may merely be behind.
         ranks = tuple(few) if clear and not one.is_at_its_gpu else None
     yield Who(
         text,
@@ -201,10 +201,10 @@ def _all_wait(evidence: Evidence, positions: dict[int, Position]) -> Iterator[Wh
 
 
 def _opening(evidence: Evidence) -> Iterator[Who]:
-    """A communicator began to open, and not all of its ranks have come through, by lines of NCCL."""
+    """Rule: NCCL's log lines show a communicator that has not opened on all of its ranks."""
     for one in evidence.opening[:1]:
         missing = one.begun.keys() - one.ready
-        # Who waits in a collective later has come through: that line of NCCL is lost, or was left out.
+        # A rank that timed out in a later collective had opened it: NCCL's line was lost or suppressed.
         some = len(missing) < len(one.begun) and not evidence.hidden and not evidence.first_timeouts()
         source = next(iter(one.begun.values()))
         failed = [remark for remark in evidence.of("nccl memory") if remark.source.line >= source.line]
@@ -222,7 +222,7 @@ def _opening(evidence: Evidence) -> Iterator[Who]:
 
 
 def _by_log(evidence: Evidence) -> Iterator[Who]:
-    """Ranks that did not come, by lines of torch."""
+    """Rule: torch's log lines show ranks that did not come."""
     told = max(evidence.of("barrier"), key=lambda one: len(one.values[0]), default=None)
     if told is not None:
         ranks = tuple(map(int, told.values[0].split(",")))

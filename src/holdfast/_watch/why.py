@@ -1,4 +1,4 @@
-"""Why ranks wait, where the evidence proves it. The line that a rank is at proves no cause."""
+"""Causes of waits that the evidence proves. The code position of a rank alone proves no cause."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from holdfast._watch.verdict import Observation, Why, listed
 from holdfast._watch.waits import Table, Waits
 
 Kind = tuple[str, tuple[int, ...], str, str]
-"""What must be the same on all ranks: the operation, its sizes, its types, and its source."""
+"""Properties that must be equal on all ranks: the operation, its sizes, its types, and its source."""
 
 
 def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator[Why]:
-    """Yield all causes that are proven, the one that explains most first.
+    """Yield all proven causes, the one that explains most first.
 
     Args:
-        absent: the ranks that others wait for and that wait for nobody, as far as they are known.
+        absent: the ranks, as far as known, that others wait for and that are not waiting themselves.
     """
     yield from _died(evidence, absent)
     yield from _held(evidence, absent)
@@ -35,7 +35,7 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
 
 
 def _died(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
-    """A rank raised an error of its own, or was ended, before anybody's timeout, and had none itself."""
+    """Rule: a rank raised an error or was killed before the first timeout, and had no timeout itself."""
     first_timeout = evidence.first_timeouts()
     found: list[tuple[int, Ending]] = []
     for rank, ending in evidence.endings():
@@ -44,10 +44,10 @@ def _died(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
         known = ending.is_cause and not ending.is_clean and (ending.is_fatal or not goes_on)
         if known and line <= first_timeout.get(file, line) and not seen.timeouts:
             found.append((rank, ending))
-    # Others may wait for a rank that lives, and not for this one.
+    # Other ranks may be waiting for a live rank instead of this one.
     if not found or (absent and not any(rank in absent for rank, _ in found)):
         return
-    # What the first one raised counts; other errors of other ranks mostly follow from it.
+    # The first error counts; different errors on other ranks usually follow from it.
     found.sort(key=lambda one: one[1].source.line)
     first = found[0][1]
     kind = first.what.partition(":")[0]
@@ -57,7 +57,7 @@ def _died(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
 
 
 def _held(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
-    """The kernel shows that a rank can't go on. One that is in a call of storage may go on at any time."""
+    """Rule: a rank is stopped, or its host unreachable. Not one in storage I/O: that may end at any time."""
     states = {
         rank.rank: rank.state
         for rank in evidence.ranks.values()
@@ -75,7 +75,7 @@ def _held(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
 
 
 def _ended(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
-    """A rank has ended, with success or nobody knows how, or has left its program, and others wait for it."""
+    """Rule: others wait for a rank that has ended without a known error, or has left its program."""
     shown, at = evidence.shown(), positions_of(evidence)
     waiting = {rank for rank, one in at.items() if one.is_blocked and not one.is_at_its_gpu}
     if not waiting and not absent:
@@ -94,7 +94,7 @@ def _ended(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
         if gone.keys() != absent:
             return
     elif shown.keys() - gone.keys() - waiting:
-        return  # one that lives is elsewhere, and may be the one that they wait for
+        return  # a live rank is elsewhere, and they may be waiting for it
     if gone and len(gone) < len(evidence.ranks):
         yield Why(
             "ended",
@@ -104,7 +104,7 @@ def _ended(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
 
 
 def _fingerprints(evidence: Evidence) -> Iterator[Why]:
-    """torch itself (TORCH_DISTRIBUTED_DEBUG=DETAIL) has compared the calls of two ranks."""
+    """Rule: torch (TORCH_DISTRIBUTED_DEBUG=DETAIL) has found different calls on two ranks."""
     for remark in evidence.of("fingerprint")[:1]:
         rank, number, name, shape, other, other_number, other_name, other_shape = remark.values
         yield Why(
@@ -116,14 +116,14 @@ def _fingerprints(evidence: Evidence) -> Iterator[Why]:
 
 
 def _mismatch(evidence: Evidence, table: Table) -> Iterator[Why]:
-    """Ranks have other operations, sizes, types or sources under one number."""
+    """Rule: ranks have different operations, sizes, types or sources under one sequence number."""
     for group, numbers in table.items():
         for number, ranks in sorted(numbers.items()):
-            # A log does not tell the types.
+            # Logs lack the types.
             typed = all(one.types for one in ranks.values())
             sized = {plain(one.name) for one in ranks.values()} <= SAME_SIZES
             sources = {rank: _source(evidence.ranks[rank], one) for rank, one in ranks.items()}
-            if len(set(sources.values()) - {""}) > 1:  # what is not known is no difference
+            if len(set(sources.values()) - {""}) > 1:  # unknown sources don't count as different
                 ranks = {rank: one for rank, one in ranks.items() if sources[rank]}
             else:
                 sources = dict.fromkeys(ranks, "")
@@ -137,7 +137,7 @@ def _mismatch(evidence: Evidence, table: Table) -> Iterator[Why]:
                     what = f"under number {number} of group {group}, {unequal}"
                     yield Why("mismatch", what, seen=_seen(ranks))
                 continue
-            # Most of them, and all others alike: then these are the odd ones.
+            # A majority, and all others equal: then the others are the odd ones.
             clear = len(counted) == 2 and counted[0][1] > max(1, counted[1][1]) and len(ranks) > 2
             odd = tuple(sorted(rank for rank, kind in kinds.items() if kind != counted[0][0]))
             said = ", and ".join(_said(kinds, kind) for kind, _ in counted[:3])
@@ -155,7 +155,7 @@ def _seen(ranks: dict[int, Operation]) -> tuple[Observation, ...]:
 
 
 def _unequal_exchange(ranks: dict[int, Operation], members: tuple[int, ...]) -> str:
-    """Say that all that the ranks of an all_to_all send is not all that they receive; "" if it is."""
+    """Format a difference between the total sent and received in an all_to_all; "" if there is none."""
     exchange = all(one.kind == "all_to_all" and len(one.sizes) == 2 for one in ranks.values())
     if not exchange or set(ranks) != set(members):
         return ""
@@ -165,7 +165,7 @@ def _unequal_exchange(ranks: dict[int, Operation], members: tuple[int, ...]) -> 
 
 
 def _on_two_threads(evidence: Evidence, group: str) -> str:
-    """Say that a rank has begun operations of one group on two threads: nothing puts them in one order."""
+    """Format that a rank has issued operations of one group on two threads, so that their order varies."""
     for rank in evidence.ranks.values():
         pending = [one for one in rank.operations if one.group == group and one.is_pending and one.thread]
         if len({one.thread for one in pending}) > 1:
@@ -174,7 +174,7 @@ def _on_two_threads(evidence: Evidence, group: str) -> str:
 
 
 def _source(rank: Rank, one: Operation) -> str:
-    """Return the rank that a broadcast comes from, as a roll call has read it of the thread that waits."""
+    """Return the source of a broadcast, which a roll call reads from the stack of the waiting thread."""
     pending = [other for other in rank.operations if other.is_pending and other.thread == one.thread]
     if one.kind != "broadcast" or not one.thread or pending != [one]:
         return ""
@@ -200,7 +200,7 @@ def observed(rank: int, one: Operation) -> Observation:
 
 
 def _desynchronized(evidence: Evidence, table: Table) -> Iterator[Why]:
-    """A rank has timed out in an operation that another rank, of the same group, has left long ago."""
+    """Rule: a rank has timed out in an operation that another rank of the group has long completed."""
     farthest: dict[str, tuple[int, int]] = {}
     for rank, progress in evidence.progress():
         if progress.completed > farthest.get(progress.group, (0, -1))[1]:
@@ -209,7 +209,7 @@ def _desynchronized(evidence: Evidence, table: Table) -> Iterator[Why]:
         other, completed = farthest.get(group, (0, -1))
         for number, ranks in sorted(numbers.items()):
             stuck = [rank for rank, one in ranks.items() if one.state == "timed out" and rank != other]
-            # Not the next number: a broken connection may let some ranks complete an operation.
+            # More than one number ahead: after a broken connection, some ranks may complete an operation.
             if stuck and completed > number and ranks[stuck[0]].kind in WAITS_FOR_ALL:
                 yield Why(
                     "mismatch",
@@ -223,7 +223,7 @@ def _desynchronized(evidence: Evidence, table: Table) -> Iterator[Why]:
 
 
 def _cycle(waits: Waits) -> Iterator[Why]:
-    """Ranks wait for each other across groups or threads."""
+    """Rule: ranks wait for each other across groups or threads."""
     circle = waits.cycle()
     if len({wait.key for wait in circle}) < 2:
         return

@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO checkpoints: imported, and loaded by an engine on another number of ranks."""
+"""DeepSpeed's ZeRO checkpoints: import, and loading by an engine on another number of ranks."""

@@ -1,9 +1,9 @@
-"""A ZeRO checkpoint of DeepSpeed's as tensors by the names of parameters, whatever stage and number of ranks.
+"""A DeepSpeed ZeRO checkpoint as tensors by parameter name, for any stage and number of ranks.
 
-ZeRO 1 and 2 join the parameters of a group to one flat tensor, pad it, and cut it into one part of equal
-length for each rank. ZeRO 3 cuts each parameter so, and joins a rank's parts. So arithmetic tells which
-rank's file holds an element, and where; a file is opened at the first read of one of its elements. In a
-universal checkpoint each parameter has its own files.
+ZeRO 1 and 2 concatenate the parameters of a group into one flat tensor, pad it, and split it into parts of
+equal length, one for each rank. ZeRO 3 splits each parameter that way, and concatenates a rank's parts. So
+the file and position of an element can be computed; a file is opened at the first read of one of its
+elements. In a universal checkpoint each parameter has its own files.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py (`_save_checkpoint`, `_save_zero_checkpoint`), `state_dict` of
 runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py and runtime/bf16_optimizer.py, utils/zero_to_fp32.py,
@@ -39,31 +39,32 @@ WHOLE = f"mp_rank_00{MODEL}"
 OF_RANK = "zero_pp_rank_{}_mp_rank_00"
 _PARTS = "single_partition_of_fp32_groups"
 _WEIGHTS = {1: _PARTS, 2: _PARTS, 3: "fp32_flat_groups"}
-"""The key of a rank's parts of the weights, by stage."""
+"""By stage, the key of a rank's parts of the weights."""
 _SOME = 4 << 20
-"""Bytes that values of any file may take in memory, beside its size."""
+"""Bytes that the values of a file may take in memory beyond its size."""
 State = dict[str, Elements | torch.Tensor | float]
 """The optimizer's state of one parameter: its moments, and numbers such as `step`."""
 _Kind = TypeVar("_Kind")
 
 
 class _Unexpected(Exception):
-    """A file does not hold what DeepSpeed writes. The message says what it holds."""
+    """A file has content that DeepSpeed does not write. The message describes it."""
 
 
 class ZeroCheckpoint:
     """An open ZeRO checkpoint; close it at the end.
 
-    ranks, stage: those that saved it. common: the file of the model, as it is. optimizer: rank 0's state of
-    DeepSpeed's optimizer, as it is. shapes: those of the trained parameters by name, for each flat tensor.
-    model, states: all weights, and the optimizer's states, by name. groups: hyperparameters, and names of
-    parameters under `params`. extra: what the module's state dict has beside tensors.
+    ranks, stage: the number of ranks and the stage of the save. common: the unmodified content of the model's
+    file. optimizer: rank 0's unmodified state of DeepSpeed's optimizer. shapes: for each flat tensor, the
+    shapes of the trained parameters by name. model, states: all weights, and the optimizer's states, by name.
+    groups: hyperparameters, and names of parameters under `params`. extra: entries of the module's state dict
+    other than tensors.
     """
 
     def __init__(self, store: Store) -> None:
-        """store: the folder of one checkpoint, or one whose file `latest` names it.
+        """store: the folder of one checkpoint, or its parent with a `latest` file.
 
-        Raises BadInput if it is none that can be read so, CorruptCheckpoint for a file that is missing or
+        Raises BadInput if it is no supported checkpoint, CorruptCheckpoint for a file that is missing or
         damaged.
         """
         newest = read_file(store, LATEST, 4096) or read_file(store, f"{LATEST}_universal", 4096)
@@ -88,7 +89,7 @@ class ZeroCheckpoint:
             self._file(name).check()
 
     def plain(self, values: dict[str, Any], where: str = "") -> dict[str, Any]:
-        """Return those values that consist of tensors, numbers and text; log a warning of others."""
+        """Return the values that consist of tensors, numbers and text; log a warning about others."""
         made = {}
         for key, value in values.items():
             try:
@@ -99,7 +100,7 @@ class ZeroCheckpoint:
 
     @property
     def loss_scaler(self) -> dict[str, Any]:
-        """The attributes of the loss scaler that are numbers."""
+        """The numeric attributes of the loss scaler."""
         state = getattr(self.optimizer.get("loss_scaler"), "state", None)
         numbers = state.items() if type(state) is dict else ()
         return {key: value for key, value in numbers if type(value) in (bool, int, float)}
@@ -255,7 +256,8 @@ class ZeroCheckpoint:
             )
 
     def _cut(self, start: int, numel: int, length: int, name: str) -> Callable[[int], Place]:
-        """Return the places of a parameter that ZeRO 3 has cut: from `start` on in parts of `length`."""
+        """Return a function that finds the elements of a parameter split by ZeRO 3. start: position of its
+        part in each rank's flat tensor. length: length of that tensor."""
         part = max(math.ceil(numel / self.ranks), 1)
         self._require(numel == 0 or start + part <= length, name)
         return lambda index: Place(index // part, start + index % part, part - index % part)
@@ -304,14 +306,14 @@ class ZeroCheckpoint:
 
 
 def _in_flat(start: int, length: int, numel: int, index: int) -> Place:
-    """Return the place of an element of a parameter that begins at `start` of a flat tensor, which is cut
-    into parts of `length`."""
+    """Return the place of an element of a parameter. start: the parameter's position in the flat tensor.
+    length: length of the parts into which that is split."""
     rank, at = divmod(start + index, length)
     return Place(rank, at, min(length - at, numel - index))
 
 
 def _as(kind: type[_Kind], value: object) -> _Kind:
-    """Return a value that is of this type; no number below 0."""
+    """Return the value if it is of this type, and not negative; raise _Unexpected otherwise."""
     if type(value) is not kind or (isinstance(value, int) and value < 0):
         raise _Unexpected(f"it has a {type(value).__name__} where a {kind.__name__} is expected")
     return value

@@ -1,4 +1,4 @@
-"""Values of DeepSpeed's files: tensors whose elements lie in several of them, and plain values."""
+"""Values from DeepSpeed's files: tensors that are spread over several files, and plain values."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from holdfast.errors import CorruptCheckpoint
 
 
 class Place(NamedTuple):
-    """Where an element of a tensor lies."""
+    """The position of a tensor's element."""
 
     rank: int
     at: int
     """Its position in that rank's part."""
     room: int
-    """The elements that follow there, with it."""
+    """Number of contiguous elements from here on."""
 
 
 class Elements:
-    """A tensor whose elements lie in the files of several ranks."""
+    """A tensor that is spread over the files of several ranks."""
 
     def __init__(
         self,
@@ -36,14 +36,14 @@ class Elements:
         find: Callable[[int], StoredTensor],
         place: Callable[[int], Place],
     ) -> None:
-        """find: returns a rank's part, in which `place` tells where an element lies."""
+        """find: returns a rank's part. place: returns the position of an element."""
         self.dtype, self.shape, self.numel = dtype, shape, math.prod(shape)
         self.itemsize = DTYPES[CODE_OF[dtype]].size
         self._find, self._place = find, place
 
     @classmethod
     def of(cls, tensor: StoredTensor, shape: Dims) -> Elements:
-        """Return a tensor that one file has, in this shape."""
+        """Make one from a tensor in a single file, with this shape."""
         tensor.locate()  # a shape that its file can't fill is refused here
         return cls(
             tensor.dtype, shape, lambda rank: tensor, lambda index: Place(0, index, tensor.numel - index)
@@ -78,12 +78,12 @@ class Elements:
 
 
 class NotPlain(Exception):
-    """A value contains instances of classes, or is too large for the file. The message says what it is."""
+    """A value contains instances of classes, or is too large for the file. The message describes it."""
 
 
 def plain(value: object, room: list[int]) -> Any:
-    """Return a value with its tensors read. room: bytes that it may take in memory, which is counted down, so
-    that no sharing of parts in a small file makes a large value."""
+    """Return a value with its tensors read. room: remaining bytes that it may take in memory (updated here):
+    a small file may make a large value by repeated references."""
     room[0] -= value.size if isinstance(value, StoredTensor) else 1
     if room[0] < 0:
         raise NotPlain("larger than its file")

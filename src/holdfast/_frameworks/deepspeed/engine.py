@@ -1,9 +1,9 @@
 """`DeepSpeedEngine.load_checkpoint` on another number of ranks, or in another ZeRO stage.
 
-DeepSpeed refuses it, because each rank reads the file that it would have written itself. Here, for such a
-checkpoint, the engine's reader of files returns for each rank what it would have written: its parts, read
-element by element from the files that have them, in the order and padding of the live engine. DeepSpeed's own
-code does the rest. This module imports no DeepSpeed.
+DeepSpeed refuses it, because each rank reads only the file of its own rank number. Here, for such a
+checkpoint, the engine's file reader returns to each rank the content that it would have saved itself: its
+parts, read from the files that have the elements, in the order and padding of the live engine. DeepSpeed's
+own code does the rest. This module does not import DeepSpeed.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from holdfast.errors import BadInput, MissingTensors
 
 log = logging.getLogger("holdfast")
 _OWN = ("module", "frozen_param_fragments")
-"""The entries of the model's file that differ from rank to rank."""
+"""The entries of the model's file that differ between ranks."""
 _FLATS = (
     "fp32_partitioned_groups_flat",
     "fp32_groups_flat_partition",
     "single_partition_of_fp32_groups",
 )
-"""Where DeepSpeed's optimizers keep a rank's parts of the weights: ZeRO 3, BF16_Optimizer, ZeRO 1 and 2."""
+"""Attributes with a rank's parts of the weights in ZeRO 3, in BF16_Optimizer, and in ZeRO 1 and 2."""
 
 
 def replacements(settings: Settings) -> Iterator[Replacement]:
@@ -72,7 +72,7 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
 
 @contextmanager
 def _repartitioned(engine: Any, load_dir: str | os.PathLike[str], tag: str | None) -> Iterator[None]:
-    """Let the engine read, in the block, a checkpoint of other ranks or another stage as one of its own."""
+    """Within the block, let the engine read a checkpoint of another number of ranks or stage as its own."""
     store = open_store(load_dir)
     newest = read_file(store, LATEST, 4096) if tag is None else str(tag).encode()
     if newest is None or not _is_of_others(engine, store := store.child(newest.decode().strip())):
@@ -83,7 +83,7 @@ def _repartitioned(engine: Any, load_dir: str | os.PathLike[str], tag: str | Non
         log.info("%s: ZeRO %d of %d ranks is loaded on %d.", store.url, checkpoint.stage, *ranks)
         own = engine.checkpoint_engine
         engine.checkpoint_engine = _Reader(engine, checkpoint, own)
-        # DeepSpeed looks for the file of this rank in the folder, and need not find it.
+        # DeepSpeed would look for the file of this rank in the folder, which may not exist.
         engine._get_all_ckpt_names = lambda *_: [checkpoint.model_file]
         try:
             yield
@@ -93,8 +93,8 @@ def _repartitioned(engine: Any, load_dir: str | os.PathLike[str], tag: str | Non
 
 
 def _is_of_others(engine: Any, store: Store) -> bool:
-    """Return whether another number of ranks, or another stage, has saved a checkpoint that DeepSpeed loads
-    only if both are the same."""
+    """Return whether a checkpoint is from another number of ranks or another stage, and of a kind that
+    DeepSpeed loads only with the same ones."""
     others = (
         engine.load_universal_checkpoint() or engine.zero_elastic_checkpoint() or engine.mp_world_size > 1
     )
@@ -107,7 +107,7 @@ def _is_of_others(engine: Any, store: Store) -> bool:
 
 
 class _Reader:
-    """Stands in for the engine's checkpoint engine: returns this rank's states in the engine's own layout."""
+    """Replaces the engine's checkpoint engine: returns this rank's states in the live engine's layout."""
 
     def __init__(self, engine: Any, checkpoint: ZeroCheckpoint, own: Any) -> None:
         self._engine, self._checkpoint, self._own = engine, checkpoint, own
@@ -135,11 +135,11 @@ class _Reader:
         return state
 
     def _weight(self, name: str, live: torch.Tensor | None) -> torch.Tensor:
-        # ZeRO 3 has placeholders of no elements for parameters, also in the module's state.
+        # ZeRO 3 has empty placeholders for parameters, also in the module's state.
         if live is not None and not live.numel():
             return torch.empty(live.shape, dtype=live.dtype)
         stored = self._checkpoint.common["module"].get(name)
-        # In the module's own dtype, if the file has it so.
+        # Prefer the file's tensor, which is in the module's own dtype.
         has = isinstance(stored, StoredTensor) and stored.numel > 0
         made = (Elements.of(stored, stored.shape) if has else self._checkpoint.model[name]).whole()
         return made if live is None else made.to(live.dtype)
@@ -181,7 +181,7 @@ class _Reader:
         return {**state, "base_optimizer_state": base, "single_partition_of_fp32_groups": weights}
 
     def _compare(self, shapes: list[Mapping[str, torch.Size]]) -> None:
-        """Raise MissingTensors if the checkpoint has not the weights of the engine's optimizer."""
+        """Raise MissingTensors if the checkpoint lacks weights of the engine's optimizer."""
         for name, shape in (item for group in shapes for item in group.items()):
             there = self._checkpoint.model.get(name)
             if there is None or tuple(there.shape) != tuple(shape):
@@ -192,7 +192,7 @@ class _Reader:
                 )
 
     def _groups(self, shapes: list[Mapping[str, torch.Size]]) -> list[dict[str, Any]]:
-        """Return the hyperparameters of each group, with the numbers of its flat tensors, of the engine.
+        """Return the hyperparameters of each group, with the engine's numbers of its flat tensors.
 
         Raises BadInput if the checkpoint has no group of the same parameters.
         """
@@ -229,7 +229,7 @@ class _Reader:
         return {number: made for number, made in states.items() if made}
 
     def _flat(self, number: int, group: Mapping[str, torch.Size], source: Mapping[str, Any]) -> torch.Tensor:
-        """Return this rank's part of a flat tensor, of the engine's length, its padding zero."""
+        """Return this rank's part of a flat tensor, in the engine's length, with zeros as padding."""
         flats = next(getattr(self._optimizer, name) for name in _FLATS if hasattr(self._optimizer, name))
         dtype = torch_dtype(CODE_OF[source[next(iter(group))].dtype])
         made, position = torch.zeros(flats[number].numel(), dtype=dtype), 0

@@ -1,4 +1,4 @@
-"""Import of a ZeRO checkpoint of DeepSpeed's into Holdfast's format."""
+"""Import of a DeepSpeed ZeRO checkpoint into Holdfast's format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast._frameworks.deepspeed.elements import Elements
 from holdfast._models.conversion.importing import FileMemory, run_import
 
 _KEPT = ("lr_scheduler", "data_sampler", "random_ltd", "global_steps", "global_samples", "skipped_steps")
-"""What DeepSpeed keeps of a run beside model and optimizer, and an import under the same names."""
+"""DeepSpeed's state of a run beside model and optimizer, imported under the same names."""
 _LEFT = (
     "module",
     "buffer_names",
@@ -38,7 +38,7 @@ _LEFT = (
     "ds_config",
     "ds_version",
 )
-"""DeepSpeed's own entries that describe its files. All others are what `client_state` had."""
+"""DeepSpeed's own entries that describe its files. All other entries are from `client_state`."""
 
 
 def import_zero(
@@ -51,7 +51,7 @@ def import_zero(
 ) -> SaveReport:
     """Convert a checkpoint of DeepSpeed's ZeRO 1, 2 or 3, or a universal one, to a Holdfast one.
 
-    source: the folder with its `_states.pt` files, or that with `latest`. Their CRCs are checked first.
+    source: the folder with its `_states.pt` files, or the one with `latest`. Their CRCs are checked first.
     out: a folder that does not exist, is empty, or in which the same import was interrupted.
     step: None: DeepSpeed's `global_steps`. fingerprint: as in `Options`.
     Raises BadInput, CorruptCheckpoint (with the file), StorageError.
@@ -72,7 +72,7 @@ def import_zero(
 
 
 def _state(checkpoint: ZeroCheckpoint, meter: Meter) -> dict[str, object]:
-    """Return the state that a program with torch's optimizer would save by `get_state_dict`."""
+    """Return the state in the form of torch's `get_state_dict`, as a program would save it."""
 
     def part(name: str, value: Elements | torch.Tensor | float) -> object:
         if not isinstance(value, Elements):

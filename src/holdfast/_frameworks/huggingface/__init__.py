@@ -1,1 +1,1 @@
-"""Functions of frameworks that load and save published weights, replaced."""
+"""Replacements for frameworks' functions that load and save published weights."""

@@ -1,8 +1,8 @@
 """Loading published weights into a framework's live model and exporting them, without a collective.
 
-`fill` reads a folder into the weights that a rank holds. `export` saves them, and exports what was saved. In
-both, ranks first agree whether to leave the call to the framework's own function: ranks that decided
-differently would wait for each other.
+`fill` reads a folder into the weights that a rank holds. `export` saves the weights, and exports the saved
+checkpoint. In both, ranks first agree whether to leave the call to the framework's own function: ranks with
+different decisions would wait for each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from holdfast.errors import (
 log = logging.getLogger("holdfast")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_OURS = (BadInput, MissingTensors, ShapeMismatch, CoverageError)
-"""Errors that mean: the model or the folder does not match the tables. All ranks raise the same."""
+"""Errors for a model or folder that does not match the tables. All ranks raise the same one."""
 
 
 class Left(Exception):
@@ -101,7 +101,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 def fill(asked: Weights | Left, place: str, call: Call) -> None:
     """Read the published folder into the model; each rank reads the weights that it holds.
 
-    asked: Left if this rank knows already that Holdfast can't do it.
+    asked: Left if this rank already knows that Holdfast does not support the load.
     place: the name of the load, the same on all ranks even if their paths of the folder differ.
 
     Raises Left on all ranks if the framework's function must do it, otherwise the errors of
@@ -116,7 +116,7 @@ def fill(asked: Weights | Left, place: str, call: Call) -> None:
             mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
             call,
             left_out=frozenset({OUTPUT} if weights.without else ()),
-            # Many models are trained without these layers. All other weights that the model lacks are lost.
+            # Many models are trained without these layers. Any other weights that they lack are an error.
             may_be_left=weights.view.predicts_further,
         )
     for number, module in enumerate(weights.modules()):
@@ -139,10 +139,10 @@ def export(
     The weights are first saved once beside `out`, in a folder that is removed at the end. The framework
     writes configuration and tokenizer.
 
-    asked: Left if this rank knows already that Holdfast can't do it.
-    file_bytes: the most bytes of weights in a file.
+    asked: Left if this rank already knows that Holdfast does not support the export.
+    file_bytes: the maximum number of bytes of weights in a file.
     strict: raise an error for weights of the published model that the live one does not have, except for
-        layers for multi-token prediction. Of what is missing otherwise, a warning tells.
+        layers for multi-token prediction. Otherwise a warning lists the missing weights.
 
     Raises Left on all ranks if the framework's function must do it, otherwise the errors of a save and an
     export.
@@ -185,7 +185,7 @@ def _left_if_not_ours() -> Iterator[None]:
 
 
 def _agree(asked: Weights | Left, place: str, call: Call, to_load: bool) -> Weights:
-    """Return the weights; raise Left on all ranks if one of them can't do it."""
+    """Return the weights; raise Left on all ranks if the call is unsupported on one of them."""
     if isinstance(asked, Left):
         why, folder = str(asked), ""
     else:
@@ -207,8 +207,8 @@ def _agree(asked: Weights | Left, place: str, call: Call, to_load: bool) -> Weig
 
 
 def _check(weights: Weights, place: str, call: Call, to_load: bool) -> None:
-    """Raise the reason why this rank can't do it: the model is not megatron-core's, or has quantized weights,
-    or the published model lacks some of them, or has them in another shape."""
+    """Raise an error if this rank's model is unsupported: it is not megatron-core's, or has quantized
+    weights, or the published model lacks some of them, or has them in another shape."""
     for module in weights.modules():
         if not callable(getattr(module, "sharded_state_dict", None)):
             raise BadInput(f"{type(module).__name__} has no sharded_state_dict()")

@@ -4,8 +4,8 @@ The originals load or save by collectives that every rank must enter; the replac
 Holdfast (`live`). Models without a table, and features that Holdfast lacks (adapters, 8 bits), are left to
 the original, with a warning.
 
-This module imports neither a framework nor megatron-core; what it replaces imports `live`, and with it
-megatron-core, when it is called.
+This module imports neither a framework nor megatron-core; the replacements import `live`, and with it
+megatron-core, when they are called.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def mbridge(settings: Settings) -> Iterator[Replacement]:
 
 
 def megatron_bridge(settings: Settings) -> Iterator[Replacement]:
-    """Yield those for Megatron-Bridge, which NeMo RL and verl call; all of its loads call the first one."""
+    """Yield the replacements for Megatron-Bridge, which NeMo RL and verl call. All loads go through the first
+    function."""
     module = "megatron.bridge.models.conversion"
     name = "MegatronModelBridge.load_weights_hf_to_megatron"
     yield _replacement(settings, f"{module}.model_bridge", name, _load_megatron_bridge)
@@ -49,7 +50,8 @@ def megatron_bridge(settings: Settings) -> Iterator[Replacement]:
 
 
 def mcore_bridge(settings: Settings) -> Iterator[Replacement]:
-    """Yield those for mcore-bridge, which ms-swift calls. Its load waits for no other rank, and stays."""
+    """Yield the replacement for mcore-bridge, which ms-swift calls. Its load is not replaced: it does not
+    wait for other ranks."""
     module = "mcore_bridge.bridge.gpt_bridge"
     yield _replacement(settings, module, "GPTBridge.save_weights", _save_mcore_bridge)
 
@@ -72,8 +74,8 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
         "save_missing_weights",
     ),
 }
-"""The arguments that ours uses or needs not, by function. With another one, or a newer one, that has not its
-default value, the call is left to the framework."""
+"""By function, the arguments that the replacement uses or can ignore. If any other argument differs from its
+default, the call is left to the framework."""
 
 
 def _replacement(
@@ -84,7 +86,7 @@ def _replacement(
 
 
 def _made(settings: Settings, name: str, do: Callable[[Arguments, Call], object]) -> MakeReplacement:
-    """Return what makes the replacement of a function: one that calls `do` with its arguments, and the
+    """Return a factory of the replacement of a function, which calls `do` with the arguments, and the
     original if that raises Left."""
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
@@ -123,7 +125,7 @@ def _has_groups() -> bool:
 
 
 def _chunks(model: Any) -> Any:
-    """Return a model as a list of its chunks, which frameworks mostly give."""
+    """Return a model as a list of its chunks, which most frameworks already pass."""
     return model if isinstance(model, list | tuple) else [model]
 
 

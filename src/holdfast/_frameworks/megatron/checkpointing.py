@@ -52,7 +52,7 @@ from holdfast.errors import BadInput, MissingTensors
 
 log = logging.getLogger("holdfast")
 AT_ONCE = 8
-"""The most asynchronous saves of a thread that may be under way; a budget may allow fewer."""
+"""Maximum number of asynchronous saves in flight for a thread; a memory budget may allow fewer."""
 
 
 @raising(of_megatron)
@@ -91,7 +91,7 @@ def save(
     """
     note_strategies(sharded_strategy, common_strategy, async_strategy)
     store = open_store(os.fspath(checkpoint_dir))
-    # megatron-core's arguments have no step, but the folder's name mostly has one.
+    # megatron-core's arguments have no step, but the folder's name usually contains it.
     step = step_of(Path(checkpoint_dir).name)
     job = job_of(job)
 
@@ -175,7 +175,7 @@ def load_state(
 ) -> Any:
     """Load from a store; otherwise as `load`.
 
-    left_out, may_be_left: as in `LoadRequest`; None: as `strict` says.
+    left_out, may_be_left: as in `LoadRequest`; None: according to `strict`.
     """
     options = options or Options()
     request = _Request(store, mcore.parse_strict_flag(strict), options.nearest_rng)
@@ -228,7 +228,7 @@ BUCKETS = "optimizer.distributed.dp_group_idx_"
 
 
 class _Request:
-    """The state dict that one rank loads, taken apart and put together again as in megatron-core."""
+    """The state dict that one rank loads, split into its parts and merged again as in megatron-core."""
 
     def __init__(self, store: Store, mode: mcore.StrictHandling, nearest_rng: bool) -> None:
         self.store, self.mode, self.nearest_rng = store, mode, nearest_rng
@@ -240,7 +240,7 @@ class _Request:
         self.is_stock = False
         """Is the checkpoint stock megatron-core's, with each object in a list of one?"""
         self.lacks_buckets = False
-        """Is an optimizer's state asked for in a format of stock's that the checkpoint does not have?"""
+        """Is an optimizer's state requested in a stock format that the checkpoint does not have?"""
         self.common: mcore.StateDict = {}
         """The common state of a stock checkpoint."""
         self._have: set[str] = set()
@@ -263,7 +263,7 @@ class _Request:
         self.asked = list(mcore.nested_values(self._state))
 
     def look(self) -> None:
-        """Read from the checkpoint what must be known before the load."""
+        """Read names, notes and common state from the checkpoint before the load."""
         asked = {item.key for item in self.asked}
         with open_source(self.store) as source:
             names = set(source.names())
@@ -280,7 +280,7 @@ class _Request:
         self.lacks_buckets = bool(buckets) and buckets.isdisjoint(map(_key, names))
 
     def check_buckets(self) -> None:
-        """Raise BadInput if the checkpoint does not have the asked format of an optimizer's state."""
+        """Raise BadInput if the checkpoint lacks the requested format of an optimizer's state."""
         if self.lacks_buckets:
             raise BadInput(
                 f"The optimizer's state is asked for as megatron-core's dp_reshardable; "
@@ -290,14 +290,14 @@ class _Request:
             )
 
     def _keys(self, index: Source) -> set[str]:
-        """Return the keys that a checkpoint has; of a published model, those of this rank that it gives.
-        Which of its weights no rank asks for, the load finds out."""
+        """Return the keys in a checkpoint; for a published model, this rank's keys that it can provide. The
+        load itself detects published weights that no rank requests."""
         keys = {_key(name) for name in index.names()} - {COMMON}
         if not isinstance(index, PublishedModel):
             return keys
         view, asked = index.view_if_known, {item.key for item in self.asked}
         made = {key for key in asked if view is not None and view.knows(key)}
-        # Transformer Engine's, which no published model has, and no load of one misses.
+        # Transformer Engine's extra state: published models don't have it, and loads don't need it.
         return (asked & keys) | made | {key for key in asked if "_extra_state" in key}
 
     def missing(self, call: Call) -> set[str]:
@@ -373,8 +373,8 @@ def _key(name: str) -> str:
 
 def _in_chains(asked: set[str], names: set[str]) -> dict[str, str]:
     """Map keys of optimizers to stored names with the prefix `chained_<number>.`, or without it: stock writes
-    it for a chain of optimizers without `chained_optim_avoid_prefix`, and describes a part of the state with
-    it if it is told dp_reshardable. A parameter is in only one of the chain."""
+    the prefix for a chain of optimizers without `chained_optim_avoid_prefix`, and for a part of the state
+    with dp_reshardable. Each parameter is in only one optimizer of the chain."""
     chained = {name.partition(".")[2]: name for name in names if name.startswith("chained_")}
     bare = {key: key.partition(".")[2] for key in asked - names if key.startswith("chained_")}
     return {

@@ -1,7 +1,7 @@
-"""Parameter groups of optimizers: which saved one belongs to which, and that each has its kind's settings.
+"""Matches saved parameter groups of optimizers to live ones, and checks that each has the settings it needs.
 
-megatron-core identifies a group by multipliers, and Muon's groups may have the same ones as Adam's. So a
-group also has a kind: the settings without which its optimizer can't step (Adam's `betas` and `eps`, Muon's
+megatron-core identifies a group by multipliers, and groups of Muon and Adam may have the same ones. So a
+group also has a kind: the settings that its optimizer needs to step (Adam's `betas` and `eps`, Muon's
 `momentum`).
 """
 
@@ -20,8 +20,8 @@ def find_group(
 ) -> mcore.StateDict:
     """Find the saved parameter group for one of this layout; `is_expert_parallel` may differ.
 
-    groups: the saved ones, the first that fits is taken. inner: the optimizer that `own` belongs to.
-    Raises BadInput if none fits.
+    groups: the saved groups; the first match is taken. inner: the optimizer of `own`.
+    Raises BadInput if none matches.
     """
     keys = [key for key in own if key.removeprefix("pre_") in mcore.GROUP_KEYS]
     needed = [key for part in _parts(inner) for key in _settings(part) if key in own]
@@ -50,8 +50,8 @@ def find_group(
 
 
 def check_kinds(optimizer: mcore.DistributedOptimizer) -> None:
-    """Raise BadInput if a load has given a group of this optimizer, or of one in a chain, another kind's
-    settings. (Its next step would fail with a KeyError.)"""
+    """Raise BadInput if a group of this optimizer, or of one in a chain, was loaded with the settings of
+    another kind of optimizer. (Its next step would fail with a KeyError.)"""
     for inner in _inner(optimizer):
         for number, group in enumerate(inner.param_groups):
             if lacking := [key for key in _settings(inner) if key not in group]:
@@ -64,7 +64,7 @@ def check_kinds(optimizer: mcore.DistributedOptimizer) -> None:
 
 
 def _inner(optimizer: object) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers of PyTorch's kind in one of megatron-core's, or in a chain of them."""
+    """Yield the PyTorch optimizers inside a megatron-core optimizer, or inside a chain of them."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
         for part in chained:
@@ -74,7 +74,7 @@ def _inner(optimizer: object) -> Iterator[torch.optim.Optimizer]:
 
 
 def _parts(inner: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that step: those in an offloaded one, or the optimizer itself."""
+    """Return the optimizers that step: the parts of an offloaded one, or the optimizer itself."""
     parts: list[torch.optim.Optimizer] = getattr(inner, "sub_optimizers", [inner])
     return parts
 
@@ -82,7 +82,7 @@ def _parts(inner: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 def _settings(inner: torch.optim.Optimizer) -> list[str]:
     """Return the settings that a step reads from each group.
 
-    Without switches, which are None or a bool: PyTorch fills in those that a group of an older version lacks.
+    Switches (None or a bool) are left out: PyTorch fills in any that a group of an older version lacks.
     """
     return [
         key

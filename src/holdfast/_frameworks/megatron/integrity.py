@@ -1,8 +1,8 @@
-"""`load(verify_integrity=True)`: the files of stock megatron-core's checkpoint against its `integrity.json`.
+"""`load(verify_integrity=True)`: checks the files of a stock megatron-core checkpoint by `integrity.json`.
 
 Since 0.18, stock can save the SHA-256 of each file; its load has rank 0 read all of them and broadcasts the
-result. Here each participant reads a share of the files, and all raise what any of them found. A checkpoint
-of Holdfast needs none of this: a load verifies every byte that it reads.
+result. Here each participant reads a share of the files, and all raise the same error if any finds damage. A
+Holdfast checkpoint does not need this: a load verifies every byte that it reads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from holdfast._core.store.base import Store
 from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError
 
 _PIECE = 16 << 20
-"""Bytes that are read at a time."""
+"""Bytes per read."""
 
 
 def check_integrity(store: Store, call: Call) -> None:
-    """Raise on all participants if a file of a stock checkpoint is not what was saved: CorruptCheckpoint; or
-    if that can't be known, because it was saved without `verify_integrity=True`: BadInput."""
+    """Raise CorruptCheckpoint on all participants if a file of a stock checkpoint has changed, and BadInput
+    if that can't be checked because it was saved without `verify_integrity=True`."""
     found: dict[str, str] = {}
 
     def look() -> None:
@@ -35,7 +35,7 @@ def check_integrity(store: Store, call: Call) -> None:
 
     try:
         within(call.deadline.left(), f"reading the files of {store.url} for verify_integrity", look)
-    except HoldfastError as error:  # the others must hear of it, too
+    except HoldfastError as error:  # share it with the other ranks, which raise it, too
         found = {"": str(error)}
     place = f"{store.url}|integrity"
     title = f"comparison of {store.url} with its {INTEGRITY}"
@@ -56,7 +56,7 @@ def _merged(by_rank: dict[int, dict[str, str]]) -> dict[str, str]:
 
 
 def _differences(store: Store, call: Call) -> dict[str, str]:
-    """Return what is wrong with this rank's share of the files, by name; "": nothing can be known."""
+    """Return the problems in this rank's share of the files, by name; under "": why no check is possible."""
     data = read_file(store, INTEGRITY)
     if data is None:
         return {"": f"{store.url} has no {INTEGRITY}. It was saved without verify_integrity=True."}
@@ -67,7 +67,7 @@ def _differences(store: Store, call: Call) -> dict[str, str]:
     if not isinstance(files, dict) or not isinstance(manifest, dict) or manifest.get("algorithm") != "sha256":
         return {"": f"{INTEGRITY} in {store.url} is no list of SHA-256 digests."}
     there = [name for name in store.list() if name.endswith(".distcp") or name == METADATA]
-    # Files that a load reads, and nobody vouches for, are wrong, too.
+    # An unlisted file that a load reads is a problem, too.
     names = sorted({*map(str, files), *there})
     wrong = {}
     for name in names[call.participants.index(call.rank) :: len(call.participants)]:

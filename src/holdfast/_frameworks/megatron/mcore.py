@@ -1,7 +1,7 @@
 """All names of megatron-core that Holdfast uses, in one place; private ones are marked.
 
 Tested with 0.16.1 (docs/megatron.md lists others). If a version lacks a name, the import of this module fails
-and names it, instead of a save in the middle.
+with that name, rather than a save halfway through.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def stock(name: str) -> Callable[..., Any]:
 
 def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the global ranks of this rank's data-parallel group (with context parallel) and of its expert
-    one, in the order of their replica numbers; empty where Megatron's own groups are not set up."""
+    data-parallel group, in the order of replica numbers; empty if Megatron's own groups are not set up."""
     # Megatron's own groups may not be set up: its models and optimizers take others as arguments.
     if not parallel_state.is_initialized():
         return (), ()
@@ -82,10 +82,10 @@ def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _copies(find: Callable[..., ProcessGroup], **how: bool) -> tuple[int, ...]:
-    """Return the ranks over which copies of a tensor are numbered; none where that depends on the tensor.
+    """Return the ranks over which copies of a tensor are numbered; none if that depends on the tensor.
 
     Since 0.19 weights may be sharded over a part of the data-parallel group (generalized tensor parallelism):
-    their copies are numbered over the rest of it, those of other tensors over all of it.
+    their copies are numbered over the rest of it, copies of other tensors over all of it.
     """
     try:
         ranks = get_process_group_ranks(find(**how))
@@ -100,8 +100,8 @@ def _copies(find: Callable[..., ProcessGroup], **how: bool) -> tuple[int, ...]:
 
 @functools.cache
 def safe_types(stock: bool = False) -> tuple[Allowed, ...]:
-    """Return megatron-core's enumerations, which its `args` contain, as types that an object may use. Loading
-    only looks a member up.
+    """Return megatron-core's enumerations, which its `args` contain, as allowed types of objects. Loading one
+    only looks up a member.
 
     stock: also the names of torch's optimizers, which stock megatron-core stores in the parameter groups of
         an offloaded optimizer; loading can't create one.
@@ -165,8 +165,8 @@ def set_parameter_state(
 def counts_per_parameter() -> bool:
     """Return whether the inner optimizer counts steps in the state of each parameter, as PyTorch's Adam does.
 
-    Those of Transformer Engine and Apex count in their parameter groups. megatron-core uses them if one is
-    installed.
+    Optimizers of Transformer Engine and Apex count in their parameter groups. megatron-core uses these if one
+    of the packages is installed.
     """
     return not distrib_optimizer.HAVE_APEX_OR_TE
 

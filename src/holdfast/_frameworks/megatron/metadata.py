@@ -102,7 +102,7 @@ def load_tensors_metadata(
 def load_sharded_metadata(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: object = None, common_strategy: object = None
 ) -> mcore.StateDict:
-    """Return what `load_tensors_metadata` returns, and every ShardedObject."""
+    """Return the result of `load_tensors_metadata`, with every ShardedObject added."""
     note_strategies(sharded_strategy, common_strategy)
     entries: mcore.StateDict = {}
     with open_source(open_store(os.fspath(checkpoint_dir))) as index:
@@ -119,7 +119,7 @@ def load_sharded_metadata(
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Return whether the folder has a committed Holdfast checkpoint, or one that stock megatron-core knows.
+    """Return whether the folder has a committed checkpoint of Holdfast or in a format of megatron-core.
 
     A Holdfast checkpoint with `.metadata`, but without `metadata.json`, was saved through DCP's functions,
     and does not count: frameworks distinguish their two formats by this.
@@ -172,7 +172,7 @@ def mark(store: Store) -> None:
     """Write the files by which frameworks, and tools of torch DCP, recognise a distributed checkpoint.
     Holdfast looks for the index."""
     write_after_commit(store, CONFIG, json.dumps(HOLDFAST_CONFIG))
-    # After that one, without which it would be the mark of a save through DCP's functions.
+    # Second: `.metadata` alone would mark a save through DCP's functions.
     dcp_metadata.mark(store, Flat(), save_id="")
 
 

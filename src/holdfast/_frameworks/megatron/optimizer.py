@@ -34,7 +34,7 @@ from holdfast.errors import BadInput
 MARK = "holdfast_pieces"
 """Key in a state dict for loading, which marks that its optimizer state is in pieces."""
 OTHERWISE = "holdfast_otherwise"
-"""Key in a state dict for loading in a format of stock's: a function that describes it as our saves do."""
+"""Key in a state dict for loading in a stock format: a function that describes it as Holdfast saves do."""
 PREFIX = "optimizer.state"
 _STOCK_FORMATS = (
     "dp_reshardable",
@@ -44,7 +44,7 @@ _STOCK_FORMATS = (
 )
 """Formats of optimizer state that only stock's description can load."""
 _OURS = {mcore.SHARDING_TYPE: mcore.FULLY_RESHARDABLE, "chained_optim_avoid_prefix": True}
-"""Metadata by which stock describes an optimizer with the names that ours has."""
+"""Metadata with which stock describes an optimizer under the same names as Holdfast."""
 _SHARED = "step"
 """State without the parameter's shape: it is stored in the parameter groups."""
 
@@ -62,7 +62,7 @@ def sharded_state_dict(
 
     model_sharded_state_dict: of the same model, made with `keep_vars=True` as Megatron does.
     is_loading: allocate the state if the optimizer has not stepped yet.
-    metadata: what an optimizer that describes itself is told; by default to write the names that ours have.
+    metadata: passed to an optimizer that describes itself; by default it requests Holdfast's names.
     """
     if type(optimizer) is mcore.ChainedOptimizer:
         parts = optimizer.chained_optimizers
@@ -74,7 +74,7 @@ def sharded_state_dict(
             number: sharded_state_dict(part, model_sharded_state_dict, is_loading, metadata)
             for number, part in enumerate(parts)
         }
-    # A subclass may hold its state in another way, and say so in a method of its own.
+    # A subclass may hold its state in another way, and describe it in its own method.
     if type(optimizer) is not mcore.DistributedOptimizer:
         metadata = _OURS if metadata is None else _as_noted(metadata, is_loading)
         own: mcore.ByOptimizer = optimizer.sharded_state_dict(
@@ -101,14 +101,14 @@ def describe(
     sharding_type: str | None = None,
     metadata: mcore.StateDict | None = None,
 ) -> object:
-    """Do an optimizer's `sharded_state_dict`: ours, or stock's for a subclass, and to load a format that only
-    stock writes."""
+    """Replace an optimizer's `sharded_state_dict`; stock's own handles subclasses, and loads of formats that
+    only stock writes."""
     ours = partial(sharded_state_dict, optimizer, model_sharded_state_dict or {}, is_loading, metadata)
-    # Ours describes every save except Megatron-FSDP's. State in a format of stock's own loads only with
+    # `ours` describes every save except Megatron-FSDP's. State in a stock-only format loads only with
     # stock's description.
     wanted = sharding_type or (metadata or {}).get(mcore.SHARDING_TYPE)
     stocks = is_loading and wanted in _STOCK_FORMATS
-    # A subclass has called the method that it extends.
+    # If not, a subclass has called the method that it extends.
     is_known = type(optimizer) in (mcore.DistributedOptimizer, mcore.ChainedOptimizer)
     if is_known and wanted != mcore.FSDP_DTENSOR and not stocks:
         return ours()
@@ -116,22 +116,22 @@ def describe(
         metadata = _as_noted(metadata, is_loading)
     named = {} if sharding_type is None else {"sharding_type": sharding_type}
     state = stock(optimizer, model_sharded_state_dict or {}, is_loading, metadata=metadata, **named)
-    # A save in this format wrote ours, too; the load sees which the checkpoint holds.
+    # A Holdfast save told this format wrote its own; the load detects which one the checkpoint has.
     if is_known and isinstance(state, dict) and "param_state" in state:
         state[OTHERWISE] = mcore.LocalNonpersistentObject(ours)
     return state
 
 
 def _as_noted(metadata: mcore.StateDict, is_loading: bool) -> mcore.StateDict:
-    """Return the metadata for a description by stock: that of a save names the format that the save notes in
-    the checkpoint, which is one for all optimizers."""
+    """Return the metadata for a description by stock. For a save, it has the format noted in the checkpoint,
+    which is the same for all optimizers."""
     if is_loading or metadata.get(mcore.SHARDING_TYPE) not in _STOCK_FORMATS:
         return metadata
     return {**metadata, mcore.SHARDING_TYPE: mcore.FULLY_RESHARDABLE}
 
 
 def as_we_save(state: mcore.ByOptimizer) -> mcore.ByOptimizer:
-    """Return a state dict for loading with our description in the place of each by stock that offers one."""
+    """Return a state dict for loading, with stock's descriptions replaced by Holdfast's if there are any."""
     if OTHERWISE in state:
         described: mcore.ByOptimizer = state[OTHERWISE].unwrap()()
         return described
@@ -201,7 +201,7 @@ def _load_groups(
 def give_back(
     stock: Callable[..., object], optimizer: mcore.DistributedOptimizer, state_dict: object
 ) -> None:
-    """Do an optimizer's `load_state_dict`: ours for what `sharded_state_dict` made, otherwise stock's."""
+    """Replace an optimizer's `load_state_dict`; stock's own handles states not from `sharded_state_dict`."""
     parts = [state_dict, *state_dict.values()] if isinstance(state_dict, dict) else []
     ours = any(isinstance(part, dict) and (MARK in part or _is_fsdp(optimizer, part)) for part in parts)
     if isinstance(state_dict, dict) and ours:
@@ -212,7 +212,7 @@ def give_back(
 
 
 def _is_fsdp(optimizer: mcore.DistributedOptimizer, state: mcore.StateDict) -> bool:
-    """Return whether it is the state of an offloaded optimizer under Megatron-FSDP."""
+    """Return whether this is the state of an offloaded optimizer under Megatron-FSDP."""
     return mcore.GROUP_OF_PARAMETER in state and mcore.is_offloaded(optimizer)
 
 
@@ -278,8 +278,8 @@ def _restore(
 
 @torch.no_grad()
 def _restore_fsdp(optimizer: mcore.DistributedOptimizer, loaded: mcore.StateDict) -> None:
-    """Apply the state of an offloaded optimizer under Megatron-FSDP: its groups, and what the load has not
-    filled in place.
+    """Apply the state of an offloaded optimizer under Megatron-FSDP: its groups, and tensors that the load
+    has not filled in place.
 
     megatron-core's own function fails there: HybridDeviceOptimizer looks for the state of parameters without
     elements on this rank, and for the float32 copies of float32 parameters, which do not exist.

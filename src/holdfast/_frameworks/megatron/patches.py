@@ -48,7 +48,7 @@ _WITH_ORIGINAL = (
     (QUEUE, "AsyncCallsQueue.schedule_async_request", "queue", "schedule"),
     (QUEUE, "AsyncCallsQueue.maybe_finalize_async_calls", "queue", "finalize"),
 )
-"""What is replaced, and by which module and function of ours, which also gets the original."""
+"""Methods, with the module and function of Holdfast that replaces them and is also given the original."""
 _SPLITS = "megatron.core.transformer.fsdp_dtensor_checkpoint"
 _UNEVEN = ("megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor", "megatron_fsdp.uneven_dtensor")
 _PREPARE = (
@@ -110,13 +110,13 @@ def _ours(module: str) -> ModuleType:
 
 
 def _taken(module: str, name: str) -> Callable[[], tuple[str, ...]]:
-    """Return what returns the arguments of our function of that name."""
+    """Return a function that returns the parameter names of a function in this package."""
     return lambda: names_of(getattr(_ours(module), name))
 
 
 def _standing_in(module: str, name: str, more: Callable[[], dict[str, object]] = dict) -> MakeReplacement:
-    """Make a function that calls ours of that name, and adds `more` to the arguments. Ours takes them as the
-    original does."""
+    """Make a replacement that calls this package's function of that name with the same arguments, and those
+    of `more`."""
 
     def make(original: Function) -> Function:
         @wraps(original)
@@ -130,8 +130,8 @@ def _standing_in(module: str, name: str, more: Callable[[], dict[str, object]] =
 
 
 def _through(module: str, name: str) -> MakeReplacement:
-    """Make a function that calls ours of that name with the original, the first argument (the object of a
-    method), and the others by name."""
+    """Make a replacement that calls this package's function of that name with the original, the first
+    argument (the object of a method), and the others by name."""
 
     def make(original: Function) -> Function:
         first = names_of(original)[0]
@@ -169,7 +169,7 @@ def _opened(original: Function, settings: Settings) -> Function:
         try:
             _begin_session(settings)
         except (BadInput, GroupsFailed) as error:
-            # The framework goes on without what nobody has asked for.
+            # Continue without the session and the warm-up, which are optional.
             log.warning("install(): groups are not warmed up, and no session watches them: %s", error)
 
     return initialize_model_parallel
@@ -220,8 +220,8 @@ def _split(name: str) -> MakeReplacement:
 
 
 def _uneven(original: Function) -> Function:
-    """Make the function that sets chunk metadata: ours in a save or load by Holdfast, with the model's
-    parameters; elsewhere stock's, because torch DCP needs its metadata."""
+    """Make the function that sets chunk metadata: Holdfast's, with the model's parameters, in a save or load
+    by Holdfast; stock's elsewhere, because torch DCP needs its metadata."""
 
     @wraps(original)
     def preprocess_state_dict_for_uneven_dtensor(
@@ -237,7 +237,8 @@ def _uneven(original: Function) -> Function:
 
 
 def _told(original: Function) -> Function:
-    """Make the function that begins the only save which is not replaced in a guarded one, and says so."""
+    """Make the function that begins an asynchronous DCP save, and warns in a guarded call: it is the only
+    kind of save that is not replaced there."""
 
     @wraps(original)
     def save_state_dict_async_plan(*args: object, **named: object) -> object:
@@ -253,8 +254,8 @@ def _told(original: Function) -> Function:
 
 
 def _with_model(original: Function) -> Function:
-    """Make the function that prepares an fsdp_dtensor state, and keep its model for `_uneven`, which stock
-    code calls without the model."""
+    """Make the function that prepares an fsdp_dtensor state, and remember its model for `_uneven`, which
+    stock code calls without the model."""
 
     @wraps(original)
     def prepare(*args: object, **named: object) -> object:

@@ -19,11 +19,11 @@ PER_RANK = ("rng_state", "rerun_state_machine_state")
 
 
 def nearest(asked: Iterable[object], names: Iterable[str], where: str, allowed: bool) -> dict[str, str]:
-    """Map each object of one rank that the checkpoint `where` does not have to the stored name of the nearest
-    rank's.
+    """Map each per-rank object that the checkpoint `where` lacks to the stored name of the nearest rank's
+    object.
 
-    asked: all that this rank asks for. names: all names in the checkpoint. Raises MissingTensors if a name is
-        needed and this is not `allowed`.
+    asked: all items that this rank requests. names: all names in the checkpoint. Raises MissingTensors if a
+        mapping is needed and not `allowed`.
     """
     items = [
         item
@@ -60,7 +60,7 @@ def nearest(asked: Iterable[object], names: Iterable[str], where: str, allowed: 
 
 
 def _distance(one: mcore.ShardedObject, other: mcore.ShardedObject) -> float:
-    """Return the distance of two places in their grids, in fractions of the grids' sides; if the grids differ
-    in dimensions, the leading ones count."""
+    """Return the distance of two coordinates, in fractions of their grids' sides; if the grids have different
+    numbers of dimensions, use the leading ones."""
     grids = zip(one.global_offset, one.global_shape, other.global_offset, other.global_shape, strict=False)
     return float(sum(abs(mine / size - theirs / length) for mine, size, theirs, length in grids))

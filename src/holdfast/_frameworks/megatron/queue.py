@@ -1,6 +1,6 @@
-"""megatron-core's AsyncCallsQueue for saves of Holdfast, without stock's all_reduce at every step, which asks
-all ranks whether they are done. Here each rank asks only itself, and once the save is committed, ranks agree
-in the background on the call that finalizes it."""
+"""megatron-core's AsyncCallsQueue for Holdfast's saves, without stock's all_reduce at every step to find out
+whether all ranks are done. Here each rank checks locally, and once the save is committed, ranks agree in the
+background on the call that finalizes it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Committed:
             note_committed(self.pending.committed().path)
 
     def is_due(self, no_dist: bool) -> bool:
-        """Return whether to finalize now. The answer is True at the same call on all ranks, because finalize
+        """Return whether to finalize now. It becomes True in the same call on all ranks, because finalize
         functions of frameworks have barriers."""
         return self.pending.done() if no_dist else self._consensus.reached()
 
@@ -52,7 +52,7 @@ def _ours(request: mcore.AsyncRequest) -> Committed | None:
 def schedule(
     stock: Callable[..., int], queue: mcore.AsyncCallsQueue, async_request: mcore.AsyncRequest
 ) -> int:
-    """Do `AsyncCallsQueue.schedule_async_request`."""
+    """Replace `AsyncCallsQueue.schedule_async_request`."""
     ours = _ours(async_request)
     if ours is None:
         return stock(queue, async_request)
@@ -68,7 +68,7 @@ def finalize(
     blocking: bool = False,
     no_dist: bool = False,
 ) -> list[int]:
-    """Do `AsyncCallsQueue.maybe_finalize_async_calls`."""
+    """Replace `AsyncCallsQueue.maybe_finalize_async_calls`."""
     finalized: list[int] = []
     while queue.async_calls:
         save = _ours(queue.async_calls[0].async_request)

@@ -1,4 +1,4 @@
-"""The save of a sharded state dict: its parts, and the reports that ranks send to the committer."""
+"""Saves of sharded state dicts: their parts, and the reports that ranks send to the committer."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def read_state_dict(
     without: tuple[int, ...] = (),
     **how: Any,
 ) -> SaveJob:
-    """Make a save that has collected the state and has yet to run.
+    """Collect the state, and return a save that has yet to run.
 
     compares: compare common state between ranks, after `preprocess`.
-    without: ranks that have not come, for the notes of the index.
+    without: absent ranks, for the notes of the index.
     how: fields of `SaveRequest`.
     """
     everyone = call.participants
     copies: list[list[Progression]] = []
     report: Message = {}
-    """What this rank adds to its report: the steps of its optimizers, and digests of its common state."""
+    """This rank's additions to its report: the steps of its optimizers, and digests of its common state."""
 
     def collect(rank: int) -> Flat:
         parts, common = take_apart(sharded_state_dict)
@@ -72,7 +72,7 @@ def read_state_dict(
         return Flat(to_save(parts, common, written))
 
     def merge(reports: dict[int, Message]) -> Message:
-        """Return what goes into the notes of the index."""
+        """Return the additions to the notes of the index."""
         if compares:
             common_state.compare({rank: message["common"] for rank, message in reports.items()})
         return steps.note({rank: message["steps"] for rank, message in reports.items()})
@@ -93,9 +93,9 @@ def read_state_dict(
 
 
 def save_at_once(make: Callable[..., SaveJob], call: Call) -> None:
-    """Save; without the ranks that have not come by `report_after`, if the others hold all that these hold.
+    """Save; without ranks that are absent after `report_after`, if other ranks hold copies of all their data.
 
-    make: takes the call, and the ranks that it is made without.
+    make: takes the call, and the ranks to leave out.
     """
     job: SaveJob = make(call)
     try:

@@ -35,11 +35,11 @@ from holdfast.errors import BadInput
 Progression = tuple[int, int, int]
 _SOLE = (0, 1)
 _COPY = (1, 2)
-"""Of a copy whose number is not known, but that it is not the first."""
+"""Index and count of a copy with an unknown number other than 0."""
 
 
 class _Group:
-    """Ranks that hold copies, in the order of their replica numbers; empty if not known."""
+    """The ranks that hold copies, in the order of their replica numbers; empty if not known."""
 
     def __init__(self, rank: int, ranks: tuple[int, ...], participants: tuple[int, ...]) -> None:
         self.ranks = ranks
@@ -61,7 +61,7 @@ class WrittenCopies:
         self._unknown = _Group(rank, (), ())
 
     def replica(self, tensor: mcore.ShardedTensor) -> tuple[int, int] | None:
-        """Return (index, count) of this rank among those that share the writing; None if it does not."""
+        """Return (index, count) of this rank among the ranks that share the writing; None if it is none."""
         replica_id = tensor.replica_id
         # A plain number doesn't say over which ranks it counts, so the main replica alone writes.
         if isinstance(replica_id, int) or not replica_id:
@@ -95,11 +95,11 @@ class WrittenCopies:
         return group.ranks[0] in holders
 
     def same(self, sharded: Iterable[mcore.ShardedTensor | mcore.ShardedObject]) -> list[list[Progression]]:
-        """Return which ranks hold the same as this one: its data-parallel group and its expert one, if every
-        part of the state is a model's, and a copy that is numbered over one of them; else none.
+        """Return the ranks that hold the same data as this one: its data-parallel group and its expert
+        data-parallel group, if the whole state is a model's, in copies numbered over one of them; else none.
 
-        The rule is narrow on purpose: a late rank with a part of its own (of an optimizer, of FSDP2, of a
-        random generator) must be waited for.
+        The rule is narrow on purpose: a save must wait for a late rank with data of its own (of an optimizer,
+        of FSDP2, of a random generator).
         """
         groups = (self._dense, self._expert)
         if any(group.number is None for group in groups) or not all(map(self._is_copy, sharded)):
@@ -107,7 +107,7 @@ class WrittenCopies:
         return [progressions(group.ranks) for group in groups]
 
     def _is_copy(self, item: mcore.ShardedTensor | mcore.ShardedObject) -> bool:
-        """Return whether all ranks of this rank's group hold the same, by facts that this rank knows."""
+        """Return whether, by locally known facts, all ranks of this rank's group hold the same item."""
         if isinstance(item, mcore.ShardedObject):
             return "_extra_state" in item.key  # Transformer Engine's, of a module
         replica_id, data = item.replica_id, item.data
@@ -128,7 +128,7 @@ class WrittenCopies:
 
 
 class AllCopies(WrittenCopies):
-    """Selects all copies, those that are not written too."""
+    """Selects all copies, including ones that are not written."""
 
     def replica(self, tensor: mcore.ShardedTensor) -> tuple[int, int]:
         return super().replica(tensor) or _COPY
@@ -195,7 +195,7 @@ def _part(
     replica: tuple[int, int],
     known: dict[tuple[object, ...], tuple[TensorSpec, Dims]],
 ) -> Part:
-    """Turn a ShardedTensor into what this rank writes of it. known: specs and box shapes made so far."""
+    """Convert a ShardedTensor to the part that this rank writes. known: specs and box shapes made so far."""
     data, lead = _data(tensor), tensor.prepend_axis_num
     # Everything that a spec depends on: of thousands of experts under one key, only the first is checked.
     mark = (tensor.key, data.dtype, data.device.type, tensor.global_shape, data.shape)

@@ -1,4 +1,4 @@
-"""The steps of optimizers, which the lowest rank alone may not know.
+"""The step numbers of optimizers, which the lowest rank may lack.
 
 PyTorch's Adam counts steps in the state of each parameter. Transformer Engine's and Apex's count in the
 parameter group, and only if the group has parameters: on a pipeline stage of dense layers, the groups of the
@@ -58,8 +58,8 @@ def counted(common: object) -> dict[str, float]:
 
 
 def note(by_rank: Mapping[int, Mapping[str, float]]) -> Message:
-    """Return the addition to the notes of the index: the steps that the lowest rank does not have. by_rank:
-    what each rank has `counted`."""
+    """Return the addition to the notes of the index: the steps that the lowest rank lacks. by_rank: the
+    result of `counted` on each rank."""
     stored = by_rank[min(by_rank)]
     if not stored:
         return {}  # no optimizer is saved
@@ -84,8 +84,8 @@ def complete(common: object, noted: object) -> None:
 
 
 def leave_out(common: object) -> None:
-    """Remove from a common state what may differ between ranks: the step, which groups without parameters on
-    a rank do not have, and the empty `param_state` of an optimizer without parameters."""
+    """Remove values that may differ between ranks from a common state: the step, which groups without
+    parameters on a rank lack, and the empty `param_state` of an optimizer without parameters."""
     for optimizer in optimizers(common).values():
         optimizer.pop("param_state", None)
         for group in groups_of(optimizer):
@@ -93,7 +93,7 @@ def leave_out(common: object) -> None:
 
 
 def step_of_others(saved: list[mcore.StateDict]) -> float:
-    """Return the step for the groups of saved optimizers that have none, but parameters in this layout.
+    """Return the step for groups that were saved without one, but have parameters in this layout.
 
     Raises BadInput, on all ranks or on none, if groups have different steps.
     """

@@ -43,8 +43,8 @@ class Place:
 
 
 class Plan(NamedTuple):
-    """What a warm-up does: description and ranks of each group by name, the order of each rank, and the round
-    of each group."""
+    """The plan of a warm-up: description and ranks of each group by name, the order of groups on each rank,
+    and the round of each group."""
 
     groups: dict[str, tuple[str, list[int]]]
     order: dict[int, list[str]]
@@ -83,11 +83,11 @@ def who_did_not_come(
     _, _, name, absent, inside = min(stuck)
     description, ranks = plan.groups[name]
     arrived = [rank for rank in ranks if rank not in absent]
-    # Of ranks that are all in the collective, those that can't go on keep the others; else those that have
-    # not issued it.
+    # If all ranks have reached the group, the culprits are ranks that can't continue, or else ranks that have
+    # not issued the collective.
     why = {rank: seen[rank].ended or seen[rank].held() for rank in ranks}
     held = [rank for rank in arrived if why[rank]]
-    # Of several collectives on the group the earliest counts: who is at a later one has issued it.
+    # With several collectives on the group, the earliest counts: a rank at a later one has issued it.
     first = min((places[rank].operation for rank in inside), default=0)
     later = [rank for rank in inside if places[rank].operation > first]
     issued = [rank for rank in inside if rank in later or places[rank].issued]

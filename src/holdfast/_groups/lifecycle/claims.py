@@ -14,7 +14,7 @@ from holdfast.errors import BadInput
 
 
 def claim(name: str, ranks: Sequence[int], description: str, rank: int) -> list[object]:
-    """Return what a rank reports about a group: name, digest of its ranks, description, ranks, rank count.
+    """Return a rank's report about a group: name, digest of its ranks, description, ranks, rank count.
 
     Only the lowest rank of the group reports the ranks, as progressions; the others report None.
     """
@@ -30,12 +30,12 @@ def claim(name: str, ranks: Sequence[int], description: str, rank: int) -> list[
 
 
 def label(name: str, description: str, ranks: Sequence[int]) -> str:
-    """Return the text that names a group in messages."""
+    """Format a group for messages."""
     return f"group {description or name} ({shown(ranks)}; torch's name {name})"
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Return the text that lists ranks in messages."""
+    """Format ranks for messages."""
     return shown(ranks) if len(ranks) != 1 else f"rank {ranks[0]}"
 
 
@@ -49,7 +49,7 @@ def agreed(claims: dict[int, Message]) -> dict[str, tuple[str, list[int]]]:
     holders: dict[str, set[int]] = {}
     for rank, message in sorted(claims.items()):
         for name, known, description, members, _ in message["groups"]:
-            # Every claim is compared with the first one of that name only.
+            # It is enough to compare every claim with the first one of that name.
             first, other = digests.setdefault(name, (rank, known))
             holders.setdefault(name, set()).add(rank)
             if other != known:

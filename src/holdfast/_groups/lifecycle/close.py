@@ -1,5 +1,5 @@
-"""Close process groups: all ranks together, in reverse order, under a deadline; or one rank alone, at once,
-after a failure.
+"""Closes process groups: on all ranks together, in reverse order, with a deadline; or on one rank alone,
+immediately, after a failure.
 
 `destroy_process_group` waits for the other ranks without bound. So it is called on a thread, and only after
 all ranks have arrived.
@@ -26,7 +26,7 @@ ABORT_TIME = 5.0
 
 
 class Closing(CollectiveTask):
-    """Destroy groups, the last made first; so the default group comes last, if it is among them."""
+    """Destroy groups in reverse order of creation, so that the default group, if included, comes last."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], call: Call) -> None:
         super().__init__("closing of process groups", "groups://close", call)
@@ -52,13 +52,13 @@ class Closing(CollectiveTask):
 
 
 def abort_all() -> None:
-    """Abort all groups of this process, the last made first, without the other ranks and in bounded time."""
+    """Abort all groups of this process in reverse order of creation, in bounded time, without other ranks."""
 
     def work() -> None:
         with suppress(RuntimeError), native_call():  # RuntimeError: the process is at its end
             for entry in reversed(known_groups()):
                 abort(entry.group)
 
-    # If no thread can be started, groups are not aborted (nothing would bound it): they end with the process.
+    # If no thread can be started, groups are not aborted (it might block): they end with the process.
     with suppress(HoldfastError):
         start_thread(work, "holdfast-abort").join(ABORT_TIME)

@@ -33,7 +33,7 @@ def issue(operation: str, known: KnownGroup, device: torch.device) -> None:
         else:
             _pairs(known, device)
     except RuntimeError as error:
-        # NotImplementedError is a RuntimeError. Other backends say only in the text that they lack it.
+        # NotImplementedError is a RuntimeError. Other backends report it only in the message.
         if isinstance(error, NotImplementedError) or _LACKS.search(str(error)):
             raise NotSupported(operation) from error
         raise
@@ -99,7 +99,7 @@ def _one_by_one(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.de
 
 
 def usable_devices(group: dist.ProcessGroup) -> list[torch.device]:
-    """Return the devices whose tensors a group accepts on this machine."""
+    """Return the devices on this host whose tensors a group accepts."""
     # Such as "cpu:gloo,cuda:nccl". gloo is listed for cuda too, but a tensor there would only take memory.
     config = dist.get_backend_config(group)
     pairs = [part.partition(":") for part in config.split(",")]
@@ -111,6 +111,6 @@ def usable_devices(group: dist.ProcessGroup) -> list[torch.device]:
 
 
 def _is_there(kind: str) -> bool:
-    """Return whether this machine has such a device."""
+    """Return whether this host has such a device."""
     module = getattr(torch, kind, None)
     return module is not None and bool(module.is_available())

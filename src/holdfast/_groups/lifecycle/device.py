@@ -24,8 +24,8 @@ class Device:
             torch.cuda.set_device(self._index)
 
     def free(self) -> int | None:
-        """Return the free bytes of the device, which other processes may take too; None without a GPU."""
-        # As the driver counts, not torch's allocator: NCCL does not allocate through torch.
+        """Return the free bytes of the device, shared with other processes; None without a GPU."""
+        # From the driver, not torch's allocator: NCCL does not allocate through torch.
         return None if self._index is None else int(torch.cuda.mem_get_info(self._index)[0])
 
     def settle(self) -> None:

@@ -1,9 +1,9 @@
-"""`open_groups`: make all process groups of a layout, in one order on all ranks, after a check of all ranks.
+"""`open_groups`: makes all process groups of a layout, in one order on all ranks, after a consistency check.
 
-`torch.distributed.new_group` is called on all ranks, also on those that are not in the group. So torch names
-groups by counts that stay equal over ranks. With `use_local_synchronization` a name depends on the number of
-groups that *this rank* has: ranks with different histories wait for each other under different names until
-the timeout.
+`torch.distributed.new_group` is called on all ranks, including non-members. So torch's names of groups, which
+are counters, stay equal on all ranks. With `use_local_synchronization` a name depends on the number of groups
+that *this rank* has: ranks with different histories wait for each other under different names until the
+timeout.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ _REMEDY = {
 
 
 def _differs(what: str, first: int, other: object, rank: int, value: object) -> str:
-    """Return the message for an unequal value; of two dicts it shows only the keys that differ."""
+    """Return the message for an unequal value; for two dicts, with only the keys that differ."""
     if isinstance(value, dict) and isinstance(other, dict):
         keys = [key for key in sorted({*value, *other}) if value.get(key) != other.get(key)]
         other, value = ({key: side.get(key) for key in keys} for side in (other, value))

@@ -1,4 +1,4 @@
-"""Plan the groups of a layout, and the rounds of their warm-up. Pure: no torch, no process group."""
+"""Plans the groups of a layout, and the rounds of their warm-up. Pure: no torch, no process group."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def plan_groups(grid: Grid, names: Iterable[str] | None = None) -> list[PlannedG
 
 
 def members(grid: Grid, rank: int) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of a rank's group of each kind, by name, without the kinds of which it has none."""
+    """Return the ranks of a rank's group of each kind, by name; kinds without a group are left out."""
     if not grid.first_rank <= rank < grid.first_rank + grid.world:
         return {}
     groups = {name: grid.group(rank, *axes) for name, axes in KINDS.items() if axes}
@@ -116,6 +116,6 @@ def rounds(groups: Sequence[Ranks]) -> list[int]:
 
 
 def shown(ranks: Sequence[int], most: int = 8) -> str:
-    """Return the text that lists ranks in messages."""
+    """Format ranks for messages."""
     listed = ", ".join(map(str, ranks[:most]))
     return f"ranks {listed}" + (f" and {len(ranks) - most} more" if len(ranks) > most else "")

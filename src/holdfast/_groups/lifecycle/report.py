@@ -30,7 +30,7 @@ class WarmedGroup(msgspec.Struct, frozen=True):
     operations: tuple[IssuedOperation, ...]
     """In the order in which they were issued."""
     left_out: tuple[str, ...]
-    """Operations that it is used for, but that its backend lacks."""
+    """Operations that the group needs, but its backend lacks."""
 
 
 class WarmUpReport(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""`init_process_group` that names missing ranks: all ranks meet on the store first, under a deadline."""
+"""An `init_process_group` that names missing ranks: ranks first synchronize on the store, with a deadline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.errors import BadInput, GroupsFailed, RosterLost, first_line
 
 _stores: dict[tuple[str, int], TorchStore] = {}
 """Stores that this process has opened, by host and port. They stay open: other ranks may still read them, and
-the next start uses them again. Once all ranks have started over another one, they are let go."""
+the next start reuses them. They are released once all ranks have started with another one."""
 
 
 class _Start(CollectiveTask):

@@ -17,7 +17,7 @@ from holdfast._groups.audit.hazards import NAMES, GroupFacts, ProcessFacts
 warm: WeakSet[dist.ProcessGroup] = WeakSet()
 """Groups that this process has warmed up."""
 installed: list[Callable[[], tuple[str, ...]]] = []
-"""Functions, added by the integrations, that say what `holdfast.install` has replaced."""
+"""Functions, added by the integrations, that describe the replacements by `holdfast.install`."""
 opened: WeakKeyDictionary[dist.ProcessGroup, tuple[str, ...]] = WeakKeyDictionary()
 """Groups that `open_groups` returned, with their names there. Other groups carry them in their description;
 the default group, which `open_groups` did not make, does not."""

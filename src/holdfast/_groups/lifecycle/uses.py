@@ -1,4 +1,4 @@
-"""Derive from their names what process groups are used for. No torch here.
+"""Derives the operations of process groups from their names. No torch here.
 
 Names are those of `open_groups`, the descriptions of Megatron's `parallel_state`, and the dimension names of
 a DeviceMesh.

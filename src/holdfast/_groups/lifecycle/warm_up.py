@@ -4,9 +4,8 @@ NCCL makes a communicator at a group's first collective. That takes half a GB of
 every rank of the group; nothing bounds this wait, and the watchdog does not see it. In Megatron some groups
 are first used in the first optimizer step, when memory is full and ranks are not in step.
 
-So `warm_up` first learns over the roster which groups all ranks have. Then it issues the smallest collective
-of each kind that a group is used for, in rounds of groups that have no rank in common, and watches them from
-outside of NCCL.
+So `warm_up` first collects the groups of all ranks through the roster. Then it issues the smallest collective
+of each kind that a group is used for, in rounds of disjoint groups, and monitors them from outside of NCCL.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from holdfast._groups.lifecycle.uses import OPERATIONS, uses
 from holdfast.errors import BadInput, GroupsFailed, HoldfastError, RankFailed, first_line
 
 DYING = 1.0
-"""Seconds that a process takes at most to end after its connections have broken."""
+"""Maximum seconds between the loss of a process's connections and its end."""
 
 
 class _WarmUp(CollectiveTask):
@@ -55,9 +54,9 @@ class _WarmUp(CollectiveTask):
         self._operations, self._budget = operations, budget
         self._device = Device()
         self._position = self._round_now = self._number = 0
-        """The group that this rank is at in its own order, the round of that, and its operation."""
+        """Index of this rank's current group in its own order, the group's round, the operation's index."""
         self._collective: tuple[dist.ProcessGroup, int | None] | None = None
-        """The group of the collective that comes next or is under way, and how many were issued before it."""
+        """The group of the next or current collective, and the number of collectives issued before it."""
         self._everyone: dict[str, tuple[str, list[int]]] = {}
         """Committer: description and ranks of every group, by name."""
         self._order: dict[int, list[str]] = {}
@@ -131,8 +130,8 @@ class _WarmUp(CollectiveTask):
         self.rounds, self.groups_in_world = answer["rounds"], answer["groups"]
         order = list(zip(answer["order"], answer["at"], answer["operations"], strict=True))
         for position, (name, number, operations) in enumerate(order):
-            # The presence message carries it (`now`), so the committer knows which rank has not reached
-            # which group.
+            # Published in the presence message (`now`), so that the committer knows the group that each rank
+            # has reached.
             self._position, self._round_now, self._collective = position, number, None
             where = f"{position + 1} of {len(order)}"
             self.warmed.append(self._warm_one(self._groups[name], number, operations, where))
@@ -242,7 +241,7 @@ class _WarmUp(CollectiveTask):
         return f"{how} {super().phrase()}"
 
     def _has_issued(self) -> bool | None:
-        """Return whether this rank has issued the collective that it is at; None where that is not known."""
+        """Return whether this rank has issued its current collective; None if that is not known."""
         if self._collective is None:
             return None
         group, before = self._collective
@@ -267,11 +266,11 @@ class _WarmUp(CollectiveTask):
         return None
 
     def _somebody_gone(self, error: GroupsFailed) -> HoldfastError | None:
-        """Return RankFailed if a rank of the group has died, which is what broke this rank's collective."""
+        """Return RankFailed if a rank of the group has died, and so broken this rank's collective."""
         known = self._groups[error.details["group"]]
         others = [rank for rank in known.ranks[:1024] if rank != self.roster.rank]  # a group may be large
-        # A process that dies closes its connections first, and is seen to be gone a moment later. Running
-        # out of memory is this rank's own failure, so then there is nobody to wait for.
+        # A dying process closes its connections a moment before its end can be seen, so wait for that. An
+        # out-of-memory error is this rank's own failure, so don't wait.
         patience = 0.0 if isinstance(error.__cause__, torch.OutOfMemoryError) else DYING
         ends = time.monotonic() + patience
         while True:

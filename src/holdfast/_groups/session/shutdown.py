@@ -1,7 +1,7 @@
-"""Leave a session after a failure, of this rank or another: at once, in bounded time, and in order.
+"""Shutdown of a session after a failure of any rank: immediate, in bounded time, and in order.
 
-The rank that failed first tells the others, waits until they have heard, and leaves last, so that its
-traceback is the last on the terminal. The others say in one line why they end. All waits share one deadline,
+The rank that failed first notifies the others, waits for their acknowledgement, and leaves last, so that its
+traceback is the last on the terminal. The others log one line with the reason. All waits share one deadline,
 which starts when this rank first learns of the failure.
 """
 
@@ -41,28 +41,28 @@ from holdfast.errors import HoldfastError, RankFailed, RankInfo, RosterLost, fro
 log = logging.getLogger("holdfast")
 
 EXIT_STUCK = 86
-"""Exit code of a process that was ended because a call in it, mostly a collective, did not return after
-another rank had failed."""
+"""Exit code of a process that was ended because a call, usually a collective, did not return after another
+rank had failed."""
 PATIENCE = 5.0
-"""Seconds more than twice the grace, after which a process that is stuck on its way out is ended."""
+"""Seconds, in addition to twice the grace, after which a process stuck in its shutdown is ended."""
 NOTICED = 0.3
-"""Seconds after the end of a process in which its launcher has noticed it. torchrun looks every 0.1 s, and of
-processes that it finds ended at one look it takes the lowest rank for the cause."""
+"""Seconds after which the launcher has noticed the end of a process. torchrun polls every 0.1 s, and if
+several processes have ended since the last poll, it reports the lowest rank as the cause."""
 TOLD = "_holdfast_told"
-"""An attribute of exceptions that are on the terminal already."""
+"""An attribute that marks exceptions already printed on the terminal."""
 
 
 class _Interrupted(RankFailed):
     """Raised in a body that still runs when the session has failed; the session replaces it by the error.
 
-    In an actor, whose body has no end of its own, the caller gets it, and sees which rank has failed.
+    In an actor, whose body does not end by itself, it reaches the caller, and names the failed rank.
     """
 
     plain = RankFailed
 
 
 def _interruption(failure: HoldfastError) -> type[_Interrupted]:
-    """Return an exception class that needs no arguments: only such can be raised in another thread."""
+    """Return an exception class without arguments, as required for raising in another thread."""
 
     class Interrupted(_Interrupted):
         def __init__(self) -> None:
@@ -74,7 +74,7 @@ def _interruption(failure: HoldfastError) -> type[_Interrupted]:
 
 
 class Leaving:
-    """The way of one rank out of one session."""
+    """The shutdown of a session on one rank."""
 
     def __init__(
         self, lane: Roster, key: str, host: Vitals | None, stall_timeout: float | None, grace: float
@@ -83,13 +83,13 @@ class Leaving:
         self.left = threading.Event()
         """Set when the body is over."""
         self.closing: CollectiveTask | None = None
-        """A task of the session's end, which a failure elsewhere interrupts."""
+        """A task at the end of the session, which a failure elsewhere interrupts."""
         self._grace, self._thread = grace, threading.get_ident()
         self._gate, self._announced, self._raised = threading.Lock(), False, False
         self._ends: float | None = None
         self._world: object = None
         self.is_between_calls: Callable[[int], bool] = lambda thread: False
-        """Whether the thread with this id is in no call, where the body consists of calls, as an actor's."""
+        """Whether the thread with this ID is not in a call, if the body consists of calls, as in an actor."""
 
     def begin(self) -> None:
         """Start the monitor."""
@@ -97,7 +97,7 @@ class Leaving:
         self.watch.start()
 
     def come_back(self) -> None:
-        """Note that the body is over: from here on nothing is raised into this thread."""
+        """Mark the body as ended: from here on, nothing is raised in this thread."""
         while not self.left.is_set():
             with suppress(_Interrupted), self._gate:  # one that was raised before may arrive here
                 self.left.set()
@@ -105,7 +105,7 @@ class Leaving:
                     _take_back(self._thread)
 
     def leave_in_order(self, ends: float) -> None:
-        """Leave; the rank whose process serves the message store leaves last.
+        """Leave; the rank that hosts the message store leaves last.
 
         This rank does not use the store after this.
         """
@@ -127,10 +127,10 @@ class Leaving:
         ]
 
     def end(self, error: BaseException | None) -> None:
-        """Leave after a failure, here or elsewhere. Raise what replaces `error`, if anything."""
+        """Leave after a failure, here or elsewhere. May raise another error in place of `error`."""
         self._set_end()
         hurry()
-        # No Python thread could end a process whose way out is stuck in a call that holds the GIL.
+        # A timer outside of Python: no Python thread can end a process that is stuck in a call with the GIL.
         arm(2 * self._grace + PATIENCE)
         try:
             self._after(error)
@@ -152,14 +152,14 @@ class Leaving:
                 watch.look()
                 time.sleep(0.05)
         watch.stop()
-        # This rank is the first: tell the others, free those that wait in collectives, and leave last.
+        # This rank failed first: notify the others, unblock ranks that wait in collectives, and leave last.
         if watch.failure is None and watch.fail(self._in_words(error)):
             abort_all()
             self._let_go_of_saves(ends)
             watch.wait_for("heard", self._others(), ends)
             self.leave_in_order(ends)
             return
-        # Another rank was first. An own exception of this rank stands; any other is replaced by that failure.
+        # Another rank failed first. An independent exception of this rank is kept; any other is replaced.
         failure = watch.failure
         assert failure is not None
         own = error is not None and not isinstance(error, HoldfastError) and not _is_echo(error)
@@ -172,7 +172,7 @@ class Leaving:
     def _in_words(self, error: BaseException | None) -> HoldfastError:
         """Return this rank's failure.
 
-        If a collective broke, the failure and a note on the exception name its ranks that were not in it.
+        If a collective broke, the failure and a note on the exception name the ranks that had not entered it.
         """
         watch = self.watch
         elsewhere: tuple[RankInfo, ...] = ()
@@ -191,19 +191,19 @@ class Leaving:
             setattr(own, TOLD, True)
         self._hear(failure)
         self._let_go_of_saves(ends)
-        first = None if failure.missing else failure.rank  # missing ranks say nothing more
+        first = None if failure.missing else failure.rank  # missing ranks announce nothing more
         known = self.watch.known(first) if first is not None and first != self.watch.roster.rank else None
         if known is not None and first != self.watch.server:
             self.watch.wait_for("left", [known.who.rank], ends)
             self._see_off(known, min(time.monotonic() + 2.0, ends))
         self.leave_in_order(ends)
-        if first == self.watch.server:  # which has waited for all others
+        if first == self.watch.server:  # it has waited for all others
             self._see_off(known, ends)
 
     def _see_off(self, known: Vitals | None, ends: float) -> None:
         """Wait until the process of the rank that failed has ended, and its launcher has noticed.
 
-        This rank's own lines are printed by then, so the traceback of that rank comes last.
+        This rank's own lines are printed by then, so the other rank's traceback comes last.
         """
         if known is None or not known.who.is_of_this_machine():
             return
@@ -215,13 +215,13 @@ class Leaving:
         """Wait for saves under way, then cancel the rest on all ranks, as a part of the session's failure."""
         last = last_works()
         under_way = [save for save in last if not save.done()]
-        # The other half of the time is for the rest of the way out.
+        # The other half of the time is for the rest of the shutdown.
         for save in wait_for_works(max(0.0, ends - time.monotonic()) / 2):
             save.cancel()
         wait_for_works(min(1.0, max(0.0, ends - time.monotonic())))
         for save in last:
             error = save.failure()
-            # A consequence of other ranks that failed or cancelled it is told with their failure.
+            # Errors that follow from the failure of other ranks are reported with that failure.
             if save in under_way or save.cancelled() or isinstance(error, RankFailed | RosterLost):
                 save.seen = True
                 log.info("%r ended with the session: %s", save, error or "committed")
@@ -229,7 +229,7 @@ class Leaving:
     def _hear(self, failure: HoldfastError) -> None:
         """Announce the failure of another rank once, and abort all groups."""
         with self._gate:
-            # The monitor's thread and the body's thread both come here.
+            # Called on the monitor's thread and on the body's thread.
             announced, self._announced = self._announced, True
         if not announced:
             say(f"rank {self.watch.roster.rank} ends: {failure.message}")
@@ -237,10 +237,10 @@ class Leaving:
             abort_all()
 
     def on_failure(self, failure: HoldfastError) -> None:
-        """Free the body and end its saves. Runs on a thread of its own: the body may be in a stuck call."""
+        """Unblock the body and end its saves. Runs on a separate thread: the body may be in a stuck call."""
         ends = self._set_end()
         self._hear(failure)
-        # A part of the grace is for the rank that failed first, which leaves after this one.
+        # The rest of the grace is for the rank that failed first, which leaves after this one.
         self._free(failure, ends - 0.3 * self._grace)
         if self.closing is not None:
             self.closing.operation.cancel.set(failure)
@@ -265,10 +265,10 @@ class Leaving:
             os._exit(EXIT_STUCK)
 
     def _free_later_calls(self, failure: HoldfastError) -> None:
-        """Free the later calls of an actor, which goes on after its session has failed.
+        """Unblock later calls of an actor, which continues after its session has failed.
 
-        A collective of such a call never ends. Each has `grace` to return, until the program has initialised
-        torch.distributed again.
+        A collective in such a call never ends. Each call has `grace` to return, until the program has
+        initialised torch.distributed again.
         """
         while not self.left.is_set() and _world() is self._world:
             if not self._comes_back(time.monotonic() + self._grace, in_collective=False):
@@ -320,27 +320,27 @@ def _raise_in(thread: int, kind: type[BaseException]) -> None:
 
 
 class _Nothing(BaseException):
-    """Clears the interpreter's mark, and means nothing."""
+    """Raised only to clear the interpreter's flag (`_take_back`)."""
 
 
 def _take_back(thread: int) -> None:
-    """Let nothing be raised in a thread that has not been raised yet.
+    """Cancel an exception that is pending in a thread.
 
-    Up to Python 3.12, taking it back leaves the interpreter's mark that there may be an exception, and only
-    an arrival clears that. With the mark, calls and loops are slower for good (3.12), and a profiler hangs
-    (3.11). So another exception arrives, on a thread of its own, where no Ctrl-C can come between.
+    Up to Python 3.12, cancelling leaves the interpreter's flag for pending exceptions set, and only delivery
+    of an exception clears it. With the flag set, calls and loops stay slower (3.12), and a profiler hangs
+    (3.11). So another exception is delivered, on a separate thread, where Ctrl-C can't interfere.
     """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
     def clear() -> None:
         try:
             _raise_in(threading.get_ident(), _Nothing)
-            while True:  # until it arrives, which is at once
+            while True:  # until it is delivered, which is immediate
                 time.sleep(0)
         except _Nothing:
             pass
 
-    with suppress(HoldfastError):  # no thread can be started: the mark stays
+    with suppress(HoldfastError):  # no thread can be started: the flag stays set
         start_thread(clear, "holdfast-take-back").join(1.0)
 
 
@@ -357,16 +357,16 @@ _BROKEN = (
 def _may_be_echo(error: BaseException | None) -> bool:
     """Return whether an error may be the effect of another rank's failure.
 
-    If so, this rank looks for that failure before it claims to be the first.
+    If so, this rank checks for that failure before it claims to be the first.
     """
-    # It is a RuntimeError too, but always this rank's own.
+    # A RuntimeError too, but always this rank's own failure.
     if isinstance(error, torch.OutOfMemoryError):
         return False
     return error is None or isinstance(error, RankFailed | RosterLost | RuntimeError)
 
 
 def _is_echo(error: BaseException | None) -> bool:
-    """Return whether an error is one that a collective or the store raises when another rank is gone."""
+    """Return whether an error is typical of a collective or the store after the loss of another rank."""
     if error is None or isinstance(error, RankFailed | RosterLost | dist.DistError):
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):

@@ -1,1 +1,1 @@
-"""Checkpoints of other formats to checkpoints of Holdfast, and the folder that a conversion writes."""
+"""Conversion of checkpoints in other formats to Holdfast, and the folder that a conversion writes."""

@@ -1,9 +1,9 @@
-"""The folder that a conversion writes: files beside its data, such as configuration, tokenizer and code of a
-model, and what an interrupted call has left there.
+"""The folder that a conversion writes: additional files, such as configuration, tokenizer and code of a
+model, and leftovers of an interrupted call.
 
-Data files are named with a label of what is converted, so the same call knows them again. It begins anew, and
-when it has ended it deletes what was there of those that have not. Nothing can name these files then: the
-index, which comes last, is put in place only if there is none.
+Names of data files contain a label of the conversion, by which a repeated call recognises them. It starts
+again, and at its end deletes the files of interrupted calls. No index can refer to these: the index, which
+comes last, is put in place only if there is none.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from holdfast.errors import BadInput, HoldfastError
 
 
 def read_files(base: Store, names: Iterable[str]) -> dict[str, bytes]:
-    """Return the content of those files that are there."""
+    """Return the content of the files that exist."""
     contents = ((name, read_file(base, name, hf.WEIGHTS_INDEX_BYTES)) for name in names)
     return {name: data for name, data in contents if data is not None}
 
 
 def carried(base: Store, change: Callable[[dict[str, object]], dict[str, object]] = dict) -> dict[str, bytes]:
-    """Return the files that go with a model's weights. change: returns what is written as its
-    configuration."""
+    """Return the files that belong to a model besides its weights. change: converts the configuration."""
     files = read_files(base, filter(hf.is_carried, base.list()))
     config = read_config(base) or {}
     if (changed := change(config)) != config and hf.CONFIG in files:
@@ -55,12 +54,12 @@ def refuse_changed(out: Store, files: Mapping[str, bytes]) -> None:
 
 
 def label_of(*what: object) -> str:
-    """Return a short text that differs if any of these differs."""
+    """Return a short digest of the values."""
     return hex_digest(digest(repr(what).encode()))
 
 
 def left_in(out: Store, is_mine: Callable[[str], bool], known: Collection[str], what: str) -> list[str]:
-    """Return the files that an interrupted call has left. Raises BadInput if the folder holds anything else.
+    """Return the leftovers of an interrupted call. Raises BadInput if the folder holds anything else.
 
     is_mine: whether a path is that of such a file. known: names of files of the call that are complete.
     """
@@ -81,7 +80,7 @@ def left_in(out: Store, is_mine: Callable[[str], bool], known: Collection[str], 
 
 
 def delete(out: Store, paths: Sequence[str]) -> None:
-    """Delete what interrupted calls have left, as far as storage allows."""
+    """Delete leftovers of interrupted calls, as far as storage allows."""
     for path in paths:
         with suppress(HoldfastError):
             out.delete(path)

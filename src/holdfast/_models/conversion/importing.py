@@ -1,4 +1,4 @@
-"""An import: a save whose tensors lie in files of another format, and are read when they are written."""
+"""An import: a save of tensors from files in another format, each read when it is written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ReadInto = Callable[[int, Sequence[Buffer]], int]
 
 
 class FileMemory:
-    """A box of a tensor, row-major in a file, as the source of a save, which reads it when it writes."""
+    """A row-major box of a tensor in a file, as the source of a save, which reads it on writing."""
 
     # 0, so that a save calls `gather`: there is no memory to write from.
     address = 0
@@ -57,7 +57,7 @@ class FileMemory:
         self._meter.moved(done)
 
     def read(self, offset: int, view: memoryview) -> None:
-        """Read bytes, from `offset` of the box on."""
+        """Read bytes, from `offset` in the box on."""
         if self._read_into(self.position + offset, [view]) != len(view):
             raise CorruptCheckpoint(f"The file that holds {self._name!r} ends before that does.")
 
@@ -81,15 +81,15 @@ def run_import(
     options: Options,
     imported: str,
 ) -> SaveReport:
-    """Save what `collect` yields; nothing if this import has ended already.
+    """Save the leaves that `collect` yields; do nothing if this import has completed before.
 
-    identity: of the source, which must be the same on all ranks. trouble: why this rank can't read it.
+    identity: that of the source, which must be the same on all ranks. trouble: this rank's error reading it.
     """
     left, files = list[str](), dict[str, bytes]()
 
     def choose(reports: dict[int, Json]) -> Json:
         known = _one_source(reports)
-        # Other elements can lie in files of the same names and sizes, so the times of the files count, too.
+        # Files of the same names and sizes can have other elements, so file times are included.
         there = [name for name in base.list() if not name.endswith("/")]
         seen = [(name, entry) for name in there if (entry := base.stat(name)) is not None]
         label = f"import-{label_of(known, seen, step, options)}-"
@@ -99,7 +99,7 @@ def run_import(
         refuse_changed(target, files)
         return {"label": label, "done": msgspec.to_builtins(done)}
 
-    # All ranks compare what they see before one of them writes: hosts may differ.
+    # Ranks compare their views of the source before one of them writes: hosts may differ.
     title, mine = f"choice of what to import from {base.url}", [identity, str(trouble or "")]
     chosen = agree(title, f"import|{target.url}", choose, call, mine)
     if chosen["done"] is not None:
@@ -125,8 +125,7 @@ def run_import(
 
 
 def _begin(out: Store, label: str, known: Collection[str]) -> tuple[SaveReport | None, list[str]]:
-    """Return the report of this import if it is finished, else None; and the files that interrupted ones have
-    left.
+    """Return the report of this import if it is finished, else None; and leftovers of interrupted ones.
 
     Raises BadInput for a folder that holds anything else.
     """

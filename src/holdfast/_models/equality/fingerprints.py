@@ -35,7 +35,7 @@ from holdfast._models.equality.rounding import Numbers, Rounded, RoundedSums, ro
 from holdfast.errors import BadInput, CoverageError, ReplicaMismatch
 
 _SLAB = 16 << 20
-"""Bytes that are copied from a device, or made row-major, at a time."""
+"""Bytes that are copied from a device, or made contiguous, at a time."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -94,13 +94,13 @@ def fingerprint_leaves(
 
 
 _Row = tuple[str, Dims, Dims, bool, tuple[int, int], list[Numbers]]
-"""Name, box, whether it is a declared copy of what another rank holds first, both sums, and the sums of its
-elements in less exact dtypes."""
+"""Name, offset and shape of the box, whether it is declared as a copy of another rank's, both sums, and the
+sums of its elements in less exact dtypes."""
 
 
 class _RankSums(msgspec.Struct):
     specs: dict[str, tuple[int, Dims]]
-    """Dtype and shape of what it holds, by name."""
+    """Dtype and shape of the rank's tensors, by name."""
     rows: list[_Row]
 
 
@@ -112,8 +112,8 @@ class _Task(CollectiveTask):
         self._report = _RankSums({}, [])
 
     def take(self, table: ShardTable) -> None:
-        # An offset that is right if other ranks cut evenly, too, is taken: those that don't raise this error,
-        # and boxes that leave a gap are an error in the end.
+        # Offsets that assume an even split on other ranks are accepted: ranks with an uneven split raise this
+        # error, and boxes that leave a gap are an error in the end.
         if any(late is not None and late.start == -1 for late in table.deferred):
             raise BadInput(
                 "The offsets of some shards are known to all ranks together only; such a state has no "
@@ -133,7 +133,7 @@ class _Task(CollectiveTask):
             replica = self._table.replicas[row]
             is_copy = replica is not None and replica[0] > 0
             self._report.rows.append((spec.name, box.offset, box.shape, is_copy, *self._sums(row)))
-        # A digest in place of the rows, because data-parallel ranks mostly have the same rows.
+        # A digest instead of the rows, because data-parallel ranks usually have the same rows.
         return {"rows": hex_digest(digest(msgspec.json.encode(self._report.rows)))}
 
     def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
@@ -180,13 +180,13 @@ class _Whole:
 
     def __init__(self) -> None:
         self._specs: dict[str, tuple[int, tuple[int, Dims]]] = {}
-        """By name: the first rank that has it, and its dtype and shape there."""
+        """By name: the first rank with the tensor, and its dtype and shape there."""
         self._sums: dict[tuple[str, Box], tuple[int, tuple[int, int], list[Numbers]]] = {}
-        """By name and box: the first rank that has it, and its sums, also in less exact dtypes."""
+        """By name and box: the first rank with the box, and its sums, also in less exact dtypes."""
         self._boxes: dict[str, dict[Box, int]] = {}
-        """Boxes by name, without declared copies, and of each the first rank that has it."""
+        """By name: boxes other than declared copies, each with the first rank that has it."""
         self._copies: dict[str, dict[Box, int]] = {}
-        """The same of declared copies."""
+        """The same for declared copies."""
 
     def add(self, rank: int, rows: _RankSums) -> None:
         for name, spec in rows.specs.items():

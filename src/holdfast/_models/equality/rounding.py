@@ -1,5 +1,5 @@
-"""Elements in a less exact floating-point dtype: torch's cast (to the nearest, of two to the even), and the
-values that it has lost.
+"""Casts of elements to a less exact floating-point dtype, by torch (to nearest, ties to even), and detection
+of values lost in the cast.
 
 The bits of a NaN depend on the device and the instructions that cast it. So every NaN gets the same bits.
 """
@@ -39,7 +39,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> Cast:
     """Cast elements to a less exact dtype, and report which values the cast lost."""
     made, nan = tensor.to(dtype), tensor.isnan()
     bits, has_nan = _BITS[tensor.itemsize], bool(nan.any())
-    # By their bits, because a process may have told its processor to take subnormal numbers for zero.
+    # Compare bits, because the process may have set the CPU to treat subnormal numbers as zero.
     unlike = made.to(tensor.dtype).view(bits) != tensor.view(bits)
     if has_nan:
         made, unlike = one_nan(made), unlike & ~nan
@@ -74,7 +74,7 @@ def less_exact_than(code: int) -> tuple[int, ...]:
 
 
 Numbers = tuple[int, int, int]
-"""Both sums of a box in a less exact dtype, and flags: inexact, has_nan, and those of LOST."""
+"""Both sums of a box in a less exact dtype, and flags: inexact, has_nan, and one for each of LOST."""
 
 
 class RoundedSums:
@@ -96,7 +96,7 @@ class RoundedSums:
             kind = torch.finfo(dtype)
             made = tensor.new_empty(box.volume, dtype=dtype)
             for piece, target, (least, most) in zip(pieces, torch.split(made, _PIECE), bounds, strict=True):
-                # What fits is not lost, and NaN fits into no range. That something is rounded is known soon.
+                # In range: nothing is lost, and there is no NaN. The flag for rounding is set already.
                 if flags & 1 and kind.tiny * kind.eps <= least and most <= kind.max:
                     target.copy_(piece)
                     continue
@@ -114,7 +114,7 @@ class RoundedSums:
 
 
 def rounded_of(code: int, boxes: list[list[Numbers]]) -> dict[str, Rounded]:
-    """Return the fingerprints of a tensor by the names of dtypes, of the numbers of all its boxes."""
+    """Combine the numbers of all boxes of a tensor to its fingerprints, by dtype name."""
     found = {}
     for place, other in enumerate(less_exact_than(code)):
         sums, flags = nothing(), 0

@@ -1,12 +1,12 @@
 """Compare the weights of two places, each a checkpoint in any layout, a published model, or a live state.
 
-If both places have fingerprints of a tensor, nothing is read but the indexes and the ends of data files,
-which tell whether these are the files of that index. Otherwise it is read slab by slab, with the name and
-shape that it has in the place that is no published model.
+If both places have fingerprints of a tensor, only the indexes and the ends of data files are read, to check
+that the files belong to the index. Otherwise the tensor is read slab by slab, with its name and shape in the
+place that is not a published model.
 
 Tensors of two floating-point dtypes are the same if the more exact one, cast to the other dtype, has the same
-bits, any NaN for any NaN, and the cast has lost no value: made none infinite, and none that is not zero zero.
-Of a live state each rank has cast what it holds before it took the sums.
+bits (any NaN equals any NaN), and the cast made no value infinite and no nonzero value zero. In a live state,
+each rank has cast its own elements before it computed the sums.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def same(
     refuse_text(include=include, exclude=exclude)
     with ExitStack() as opened:
         first, second = (open_side(place, opened) for place in (a, b))
-        # A published model does not lead another kind of place, whose fused tensors have none of its names. A
-        # live state leads, because it determines what is read.
+        # A published model leads only another one: fused tensors of other places don't have its names. A live
+        # state leads, because it determines what is read.
         swapped = (first.published is not None and second.published is None) or (
             isinstance(second, LiveSide) and not isinstance(first, LiveSide)
         )
@@ -129,7 +129,7 @@ class _Pair(NamedTuple):
 
 
 class _Comparison:
-    """Compares the two sides, under the names of the side that leads."""
+    """Compares the two sides, under the names of the `lead` side."""
 
     def __init__(self, lead: Side, other: Side, where: bool, progress: Callable[[int], None]) -> None:
         self._lead, self._other = lead, other
@@ -153,7 +153,7 @@ class _Comparison:
         compared = 0
         for name, spec in mine.items():
             if not keep(name):
-                self._other.used |= self._parts(spec)  # these are excluded too
+                self._other.used |= self._parts(spec)  # its published tensors are excluded, too
                 continue
             compared += 1
             if self._goes_with_its_tensor(name, mine, theirs):
@@ -170,7 +170,7 @@ class _Comparison:
         left = [name for name in theirs if name not in mine and keep(name)]
         if not compared and not left:
             raise BadInput("Neither place has a weight that include= and exclude= leave.")
-        # Of a published model only tensors of which no tensor of the other side is made.
+        # In a published model, only tensors that are not part of any tensor on the other side.
         left = [name for name in left if name not in self._other.used and not self._is_scale(name)]
         tied = self._other.published.tied if self._other.published is not None else None
         if tied is not None and tied[0] in left:
@@ -179,7 +179,7 @@ class _Comparison:
         self.only[1].extend(left)
 
     def _refuse_unknown(self, mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]) -> None:
-        """Raise BadInput for a published model that no table knows, beside names that are not its own."""
+        """Raise BadInput for a published model without a table, if the other side has different names."""
         published = self._other.published
         if published is None or self._view is not None or self._lead.published is not None:
             return
@@ -195,12 +195,12 @@ class _Comparison:
     def _goes_with_its_tensor(
         name: str, mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]
     ) -> bool:
-        """Return whether these are the scales of a tensor that the other place has without scales."""
+        """Return whether a name is the scales of a tensor that the other place has without scales."""
         base = name.removesuffix(hf.SCALES)
         return base != name and name not in theirs and base in mine and base in theirs
 
     def _is_scale(self, name: str) -> bool:
-        """Return whether these are the scales of a tensor that was compared."""
+        """Return whether a name is the scales of a tensor that was compared."""
         bases = (name.removesuffix(hf.SCALES), name.removesuffix("_scales") + "_blocks")
         return any(base != name and base in self._other.used for base in bases)
 
@@ -214,7 +214,7 @@ class _Comparison:
         self.unlike.append(Unlike(output.name, "the embedding (tie_word_embeddings)", what(output)))
 
     def _parts(self, spec: TensorSpec) -> set[str]:
-        """Return the published tensors of which a tensor is made; none if its shape does not fit."""
+        """Return the published tensors that make up a tensor; none if its shape does not fit."""
         if self._view is None or not self._view.knows(spec.name):
             return set()
         try:
@@ -273,7 +273,7 @@ class _Comparison:
         return _Pair((mine, other), tuple(regions), (known[0], known[1]))
 
     def _rounded(self, pair: _Pair) -> tuple[str | None, str | None]:
-        """Return the fingerprints of a pair, those of live elements that were cast included."""
+        """Return the fingerprints of a pair, including those of cast elements in a live state."""
         prints = list(pair.prints)
         for place, side in enumerate((self._lead, self._other)):
             if not isinstance(side, LiveSide) or prints[place] is not None:
@@ -291,7 +291,7 @@ class _Comparison:
         return prints[0], prints[1]
 
     def _with_scales(self, spec: TensorSpec, theirs: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
-        """Return how both are read: as stored if their dtypes are equal, else scaled tensors as float32."""
+        """Return the specs for reading both: as stored if dtypes are equal, else scaled ones as float32."""
         if spec.dtype == theirs.dtype:
             return spec, theirs
         specs = [
@@ -313,7 +313,7 @@ class _Comparison:
             differ = self._sums(self._other, 1, pair) != mine
         elif theirs is not None:
             differ = self._sums(self._lead, 0, pair) != theirs
-        # The bits of a NaN that was cast say nothing beside a fingerprint of bits that were not.
+        # A NaN gets other bits when it is cast, so it can't be compared with a fingerprint of stored bits.
         unsure = differ and self._has_nan
         differ = differ or bool(self._lost)
         if unsure and self._live:
@@ -347,7 +347,7 @@ class _Comparison:
     def _elements(self, pair: _Pair, *sides: Side) -> tuple[bool, int | None, Dims | None]:
         """Return whether elements differ; with `where` also how many, and the index of the first."""
         folders = [side for side in sides if isinstance(side, FolderSide)]
-        if len(folders) < len(sides):  # of a live state only the fingerprint is known
+        if len(folders) < len(sides):  # a live state is known only by its fingerprint
             return True, None, None
         elements, first = 0, None
         for region in pair.regions:

@@ -51,7 +51,7 @@ class LiveSide:
         return {name: one.value for name, one in self._known.items()}
 
     def rounded(self, name: str, code: int) -> Rounded | None:
-        """Return what is known of a tensor in a less exact dtype."""
+        """Return the fingerprint of a tensor in a less exact dtype, if known."""
         return self._known[name].rounded.get(DTYPES[code].name)
 
 

@@ -46,7 +46,7 @@ class Same(msgspec.Struct, frozen=True):
         if not self.same:
             said = [f"different: {_tensors(len(self.different))}", f"equal: {self.equal}"]
             said += [f"only in {self.a}: {len(self.only_a)}", f"only in {self.b}: {len(self.only_b)}"]
-        # Whoever reads "the same" must not take it for that of the more exact values.
+        # "The same" must not be mistaken for equality of the more exact values.
         said += [f"compared as {dtype}: {_tensors(n)}" for dtype, n in self.compared_as().items()]
         return "; ".join(said)
 

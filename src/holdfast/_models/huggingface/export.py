@@ -1,8 +1,8 @@
 """Export of a checkpoint's weights to a folder that transformers loads.
 
 Every published tensor is assembled from boxes of the checkpoint's tensors, one slab at a time. A file gets
-its final name once it is complete, and the weights' index is written last. So transformers does not take the
-folder of a killed export for a model, and a rerun keeps the files that are complete.
+its final name once it is complete, and the weights' index is written last. So transformers does not load the
+folder of a killed export as a model, and a rerun keeps the complete files.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from holdfast.errors import BadInput
 SLAB = 32 << 20
 """Bytes of weights that are assembled at a time."""
 _THREADS = 2
-"""While one writes what it has assembled, the other assembles."""
+"""While one thread writes, the other assembles."""
 FILE_BYTES = 5_000_000_000
-"""The most bytes of weights in a file, as transformers shards them."""
+"""Maximum number of bytes of weights in a file; transformers uses shards of this size."""
 _LEFT_OUT = ("quantization_config", hf.WEIGHTS_NAMED)
 """Keys of a configuration that describe files which are not written."""
 _PARTIAL = re.compile(r"\.model[^/]*\.safetensors\.[0-9a-f]{8}\.partial")
 _MODEL = re.compile(r"model.*\.safetensors")
-"""Names of files with a model's weights; an adapter's begin otherwise."""
+"""Names of files with a model's weights; adapter files have another prefix."""
 
 
 class ExportReport(msgspec.Struct, frozen=True):
@@ -180,7 +180,7 @@ class _Export(CollectiveTask):
         self._call, self._progress, self._in_framework = call, progress, in_framework
         self._done = self._written = 0
         self._free = [ScratchBuffer(SLAB) for _ in range(_THREADS)]
-        """Memory that no thread assembles in."""
+        """Buffers that no thread is using."""
         self._lock = threading.Lock()
 
     def plan(self, index: Index, files: list[tuple[str, list[PublishedTensor]]], missing: list[str]) -> None:
@@ -298,7 +298,7 @@ class _Export(CollectiveTask):
             self._advance(size)
 
     def _config(self, config: dict[str, object]) -> dict[str, object]:
-        """Return the configuration of what is written: of its dtype and its files, without quantization."""
+        """Return the configuration for the export: with its dtype, without quantization and file names."""
         nbytes = Counter[int]()
         for tensor in chain.from_iterable(tensors for _, tensors in self._files):
             if tensor.code in FLOATS:
@@ -327,7 +327,7 @@ class _Export(CollectiveTask):
         return encode_header(rows, about)
 
     def _is_finished(self, name: str, tensors: Sequence[PublishedTensor]) -> bool:
-        """Return whether a file is already as this export would write it; its header names the checkpoint."""
+        """Return whether a file is complete and from this export, by its header, which has the checkpoint."""
         header = self._header(tensors)
         entry = self.out.stat(name)
         if entry is None or entry.size != len(header) + sum(tensor.nbytes for tensor in tensors):
@@ -365,7 +365,7 @@ class _Export(CollectiveTask):
 
 
 class _Slab(NamedTuple):
-    """Assembled bytes of a file. memory: what they lie in."""
+    """Assembled bytes of a file. memory: the buffer that holds them."""
 
     offset: int
     memory: ScratchBuffer

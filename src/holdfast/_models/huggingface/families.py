@@ -1,4 +1,4 @@
-"""The families of models that Holdfast knows, and which published tensors a tensor is made of, in words."""
+"""Lists the supported families of models, and describes the mapping of tensors in words."""
 
 from __future__ import annotations
 

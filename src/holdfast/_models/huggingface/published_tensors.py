@@ -1,5 +1,5 @@
-"""The plan of an export: which published tensors the checkpoint's weights give, which are missing, and which
-file each goes into."""
+"""The plan of an export: the published tensors that the checkpoint's weights make up, the missing ones, and
+the file of each."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class PublishedTensor:
-    """A published tensor, and the pieces that it is made of."""
+    """A published tensor, and the pieces that make it up."""
 
     name: str
     code: int
@@ -61,7 +61,7 @@ class PublishedTensor:
         return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.code].size
 
     def check_cast(self, part: torch.Tensor) -> None:
-        """Raise BadInput if a part of it, as it is to be written, has values that the cast made infinite."""
+        """Raise BadInput if a part of the tensor, after the cast, has values that became infinite."""
         stored = min((piece.spec.dtype for piece in self.pieces), key=(*FLOATS, *range(len(DTYPES))).index)
         if less_exact(stored, self.code) != stored and part.isinf().any():
             raise BadInput(
@@ -94,11 +94,11 @@ def plan_export(
     in_framework: bool,
     alike: Callable[[TensorSpec, TensorSpec], bool],
 ) -> tuple[list[PublishedTensor], list[str]]:
-    """Return the published tensors that the checkpoint's weights give, in the natural order of their names,
-    and the names of those of the published folder that it does not have.
+    """Return the published tensors that the checkpoint's weights make up, in the natural order of their
+    names, and the names in the published folder that the checkpoint lacks.
 
     base: the published folder. A tensor of the checkpoint with a name from there is written unchanged.
-    dtype: in which weights are written; None: as in that folder or, `in_framework`, as stored.
+    dtype: the dtype to write; None: as in that folder or, `in_framework`, as stored.
     strict: raise MissingTensors for missing tensors (`in_framework`, not for layers that predict further
         tokens), and BadInput for a folder without weights.
     alike: whether two tensors of the checkpoint hold the same elements; asked for an output layer that the
@@ -120,7 +120,7 @@ def plan_export(
         if "quantization_config" in config:
             _refuse_quantised(index, spec, base)
         segments = (
-            # It has its published name already (an import, or transformers' modules).
+            # It already has a published name (an import, or transformers' modules).
             same([spec.name], spec.shape, {})
             if spec.name in published
             else view.segments(spec.name, spec.shape, whole(spec.shape))
@@ -155,7 +155,7 @@ def plan_export(
 
 
 def _weights(index: Index, view: View, published: set[str]) -> list[TensorSpec]:
-    """Return the weights of a checkpoint. BadInput for those that no published tensor is made of."""
+    """Return the weights of a checkpoint. BadInput for weights that map to no published tensor."""
     names = [name for name in index.names() if is_weight(name) and not hf.is_constant(name)]
     specs = [spec for spec in index.select(index.find(names)).specs() if spec.kind == TENSOR]
     unknown = [spec.name for spec in specs if spec.name not in published and not view.knows(spec.name)]
@@ -206,7 +206,7 @@ def _refuse_quantised(index: Index, spec: TensorSpec, base: LocalStore) -> None:
 
 
 def _published_dtype(folder: HuggingFaceFolder | None, name: str) -> int | None:
-    """Return the dtype of a published tensor; None if it is not there, or quantized."""
+    """Return the dtype of a published tensor; None if it is missing or quantized."""
     place = folder.place(name) if folder is not None else None
     return place.code if place is not None and place.code in FLOATS else None
 
@@ -244,8 +244,8 @@ def _check_covered(tensor: PublishedTensor, where: str) -> None:
 
 
 def _missing(tensors: Sequence[PublishedTensor], folder: HuggingFaceFolder, where: str) -> list[str]:
-    """List the tensors of the published folder that the checkpoint does not have. BadInput for tensors that
-    the folder does not have, or has in another shape."""
+    """List the tensors of the published folder that the checkpoint lacks. BadInput for exported tensors that
+    the folder lacks, or has in another shape."""
     names = {name.removesuffix("_blocks") for name in folder.names() if hf.is_weight(name)}
     mine = {tensor.name for tensor in tensors}
     extra, missing = sorted(mine - names), sorted(names - mine, key=natural)
@@ -268,7 +268,7 @@ def _missing(tensors: Sequence[PublishedTensor], folder: HuggingFaceFolder, wher
 def share_among_files(
     tensors: Sequence[PublishedTensor], limit: int
 ) -> list[tuple[str, list[PublishedTensor]]]:
-    """Distribute tensors over files, which are named as transformers does."""
+    """Distribute tensors over files, with transformers' file names."""
     parts = list(batches(tensors, limit)) or [[]]
     if len(parts) == 1:
         return [(hf.WEIGHTS, parts[0])]

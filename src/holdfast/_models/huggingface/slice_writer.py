@@ -1,8 +1,8 @@
-"""Copy what ranks need of a source into a folder, which a load reads as a slice.
+"""Copies the parts of a source that ranks need into a folder, which a load reads as a slice.
 
 Boxes are read with the reader of a load, which verifies the digests of a checkpoint, and written as data
-files with digests of their own. A file gets its name once it is whole, and the slice's index is written last.
-So an interrupted copy can't be loaded, and the same fetch continues it.
+files with new digests. A file gets its name once it is complete, and the slice's index is written last. So an
+interrupted copy can't be loaded, and the same fetch continues it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from holdfast.errors import BadInput, CorruptCheckpoint
 FILE_BYTES = 256 << 20
 """Bytes of elements per file of a slice; a file is in memory while it is made."""
 MOST_PIECES = 50_000
-"""Pieces per file, at most."""
+"""Maximum number of pieces per file."""
 _ALIGN = 64
 """Bytes to which `ScratchBuffer` aligns."""
 _THREADS = 4
@@ -65,7 +65,7 @@ class SliceChunk(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What is fetched, from which source."""
+    """The content of a fetch, and its source."""
 
     kind: str
     ranks: str
@@ -128,7 +128,7 @@ class SliceWriter:
         return written
 
     def _is_done(self) -> bool:
-        """Make the folder. Return whether it has all of this fetch; raise BadInput if it has another one."""
+        """Make the folder. Return whether this fetch is complete; raise BadInput if it has another one."""
         with storage_errors("Making", self._out.url):
             make_durably(self._out.root)
         if self._out.stat(SLICE) is not None:
@@ -173,7 +173,7 @@ class SliceWriter:
         return file.columns, written
 
     def _read(self, pieces: Sequence[SliceChunk]) -> ShardTable:
-        """Read pieces into memory, which the next call uses again."""
+        """Read pieces into memory, which the next call reuses."""
         table = ShardTable()
         self._slab.reset()
         for piece in pieces:

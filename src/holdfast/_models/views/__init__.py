@@ -1,6 +1,6 @@
-"""Other names and shapes of the same weights: a published model as megatron-core or transformers holds it.
+"""Views of a published model in the names and shapes of megatron-core or transformers.
 
-`mapping` says where a tensor's elements lie in published tensors, `family` reads the tables in `families/`.
+`mapping` locates a tensor's elements in published tensors, `family` reads the tables in `families/`.
 Neither imports torch. Imported by `maintenance` and `integrations`; a load gets a view by name, through
 `io.open_checkpoint`.
 """

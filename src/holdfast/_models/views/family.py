@@ -1,7 +1,7 @@
-"""Families of models: the published tensors that each of megatron-core's tensors is made of.
+"""Families of models: tables that map each megatron-core tensor to published tensors.
 
 A table (`families/*.toml`) has a section for each kind of layer. A section's key is the prefix of our names,
-`published` the prefix of the published ones, and each entry a name of ours and what it is made of
+`published` the prefix of the published names, and each entry maps one of our names to a rule for its source
 (`mapping.parse`). "Ours" are megatron-core's names and tensors, or transformers' where a table lists those.
 `extends` names one or more tables that are read first; `within` names a section whose entries are copied,
 with megatron-core's `transformer_layer` or `mtp_model_layer` before them.
@@ -26,12 +26,12 @@ _FOLDER = files("holdfast._models.views") / "families"
 _NUMBER = re.compile(r"\.\d+(?=\.|\Z)")
 _HOLES = re.compile(r"\.\{(layer|expert)\}")
 _INNER = ("transformer_layer.", "mtp_model_layer.")
-"""What megatron-core puts before the layer in a multi-token prediction layer: 0.16, and since 0.19."""
+"""Prefixes of megatron-core for the layer inside a multi-token prediction layer: 0.16, and since 0.19."""
 _MODEL, _INNER_MODEL = "model.", "model.language_model."
 """Prefix of the layers of a language model, and of the language model inside a multimodal one."""
 OUTPUT = "lm_head.weight"
 EMBEDDINGS = tuple(prefix + "embed_tokens.weight" for prefix in (_MODEL, _INNER_MODEL))
-"""Published names of the embedding, of which a model has one."""
+"""Possible published names of the embedding."""
 _FURTHER = "mtp."
 """Prefix of published layers that predict further tokens; other families have them behind all others."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -45,14 +45,14 @@ class _Table(NamedTuple):
 
 class TableEntry(NamedTuple):
     name: str
-    """Ours, with `{layer}` and `{expert}` in it."""
+    """Our name, with the placeholders `{layer}` and `{expert}`."""
     pattern: re.Pattern[str]
-    """Matches its names. If a number is missing, the tensor has an axis for it."""
+    """Matches the entry's names. If a number is missing, the tensor has an axis for it."""
     holes: tuple[str, ...]
-    """`layer`, `expert`: which of them the name contains, in order."""
+    """The placeholders in the name, in order: `layer`, `expert`."""
     rule: Rule
     prefix: str
-    """Of the published names."""
+    """Prefix of the published names."""
 
 
 class Family:
@@ -62,7 +62,7 @@ class Family:
         table = _read(name)
         self.name, self.about = name, table.about
         self.entries: dict[str, TableEntry] = {}
-        """By our name without numbers of layers and experts."""
+        """Entries by our name, without numbers of layers and experts."""
         for section, rules in table.sections.items():
             prefix = rules.get("published", "*").removesuffix("*")
             for ours, rule in rules.items():
@@ -89,7 +89,7 @@ class Family:
         return entry, numbers, [hole for hole in entry.holes if hole not in numbers]
 
     def get(self, name: str) -> tuple[TableEntry, dict[str, int], list[str]]:
-        """Do the same; raise BadInput for a name that the family does not have."""
+        """Do the same as `find`; raise BadInput for a name that the family does not have."""
         found = self.find(name)
         if found is None:
             near = nearest(_NUMBER.sub("", name), self.entries)
@@ -131,8 +131,8 @@ class View:
         return match is not None and match[0].rule.way == "padded"
 
     def segments(self, name: str, shape: Dims, box: Box) -> Iterator[Segment]:
-        """Yield the segments that a box of the tensor `name`, of global `shape`, is made of. The rest of the
-        box is padding."""
+        """Yield the segments that make up a box of the tensor `name`, of global `shape`. The rest of the box
+        is padding."""
         entry, numbers, axes = self.family.get(name)
         lead, tail = shape[: len(axes)], shape[len(axes) :]
         if not tail:
@@ -149,8 +149,8 @@ class View:
                     yield _with_lead(segment, len(place), part)
 
     def _check_number(self, name: str, axis: str, count: int) -> None:
-        """Refuse another number of layers or experts than was published: with fewer, some would silently be
-        left out."""
+        """Raise ShapeMismatch if the number of layers or experts differs from the published model: with
+        fewer, some would silently be left out."""
         published = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], count)
         if published != count and not name.startswith("mtp."):
             raise ShapeMismatch(
@@ -160,7 +160,7 @@ class View:
             )
 
     def possible(self, entry: TableEntry) -> list[str]:
-        """List the names of which it may be made in any model, with `{layer}` and `{expert}` in them."""
+        """List the possible published names of an entry in any model, with `{layer}` and `{expert}`."""
         rule, other = entry.rule, entry.rule.otherwise
         return [self._place(entry.prefix + name) for name in (*rule.names, *(other.names if other else ()))]
 
@@ -201,7 +201,7 @@ def _with_lead(segment: Segment, lead: int, part: Box) -> Segment:
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names that configurations have for the number of experts of a layer."""
+"""Configuration keys for the number of experts of a layer."""
 
 
 class _Numbers(dict[str, int]):
@@ -218,7 +218,7 @@ _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "v
 
 
 def sizes_of(config: Mapping[str, object], where: str) -> dict[str, int]:
-    """Return the numbers of a configuration that shapes depend on. BadInput for a count below 1."""
+    """Return the numbers in a configuration, on which shapes depend. BadInput for a count below 1."""
     sizes = {key: value for key, value in config.items() if type(value) is int}
     if "num_attention_heads" in sizes:
         sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
@@ -251,20 +251,20 @@ def view_of(
 
 
 def language_model(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the configuration of the language model: of a multimodal model, that of the one inside."""
+    """Return the configuration of the language model; in a multimodal model, of the inner language model."""
     text = config.get("text_config")
     return text if isinstance(text, dict) and not is_known(config) else config
 
 
 def is_known(config: Mapping[str, object]) -> bool:
-    """Return whether a table has the model of a configuration."""
+    """Return whether there is a table for the model type of a configuration."""
     kind = config.get("model_type")
     return isinstance(kind, str) and kind in families()
 
 
 def is_tied(config: Mapping[str, object]) -> bool:
-    """Return whether a model's output is its embedding. Of a multimodal model, the whole or the language
-    model inside says it; in these families the default is that it is not."""
+    """Return whether a model's output layer is its embedding. In a multimodal model, the outer or the inner
+    configuration may set it; the default in these families is False."""
     return any(
         isinstance(part, dict) and part.get("tie_word_embeddings") is True
         for part in (config, config.get("text_config"))

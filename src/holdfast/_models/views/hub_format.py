@@ -1,7 +1,7 @@
 """A folder of safetensors files as the Hugging Face hub publishes models: names, shapes and positions, from
 the headers alone.
 
-`model.safetensors` holds all tensors, or else `model.safetensors.index.json` says which file holds which.
+`model.safetensors` holds all tensors, or else `model.safetensors.index.json` maps tensors to files.
 Such a folder has no digests, so its bytes are read unverified. No torch.
 """
 
@@ -24,19 +24,19 @@ from holdfast._core.ready import ready
 from holdfast.errors import BadInput, CorruptCheckpoint
 
 WEIGHTS = "model.safetensors"
-"""The single weights file of a model. If it is there, an index is not looked at."""
+"""The single weights file of a model. If it exists, an index is ignored."""
 WEIGHTS_INDEX = "model.safetensors.index.json"
 """The file that maps tensor names to files."""
 WEIGHTS_NAMED = "transformers_weights"
-"""The key of the configuration that names another file in the place of these two."""
+"""The configuration key that names another file instead of these two."""
 CONFIG = "config.json"
-"""What the model is: its type and its sizes."""
+"""The configuration of the model: its type and its sizes."""
 CONFIG_DTYPES = ("dtype", "torch_dtype")
-"""Its keys for the dtype of the weights: of transformers 5, and before."""
+"""Configuration keys for the dtype of the weights: in transformers 5, and before."""
 CARRIED = (".json", ".txt", ".model", ".py", ".jinja", ".md", ".tiktoken")
 """Suffixes of the files that belong to a model besides its weights: configuration, tokenizer, code."""
 WEIGHTS_INDEX_BYTES = 256 << 20
-"""More than the index of any model: with 100,000 tensors it has 10 MB."""
+"""Maximum size of an index; with 100,000 tensors it has 10 MB."""
 CONFIG_BYTES = 64 << 20
 MOST_AXES = 32
 
@@ -77,7 +77,7 @@ class _WeightMap(msgspec.Struct):
 
 
 def decode(data: bytes, kind: type[T], where: str) -> T:
-    """Parse a JSON file. CorruptCheckpoint if it is none of this kind."""
+    """Parse a JSON file. CorruptCheckpoint if it is not JSON of this type."""
     try:
         return msgspec.json.decode(data, type=ready(kind))
     except NO_JSON as error:
@@ -102,8 +102,8 @@ def is_weights_file(name: str) -> bool:
 
 
 def check_entries(entries: dict[str, HeaderEntry], room: int, where: str) -> None:
-    """Check a header's entries by the rules of the safetensors library: dtypes that it has, as many bytes as
-    the shape requires, one tensor after the other, without a hole or an overlap, up to the end of the file.
+    """Check a header's entries by the rules of the safetensors library: known dtypes, byte lengths that match
+    the shapes, and contiguous tensors without gaps or overlaps up to the end of the file.
 
     room: bytes after the header.
     """

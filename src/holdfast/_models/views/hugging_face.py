@@ -27,7 +27,7 @@ from holdfast.errors import BadInput, CorruptCheckpoint
 _READ_METHODS = (None, "fp8", "mxfp4")
 """Values of `quant_method` in a configuration whose scales `views.scaled` reads; None: no such key."""
 _PACKED = ("qweight", "weight_packed")
-"""What a module has in the place of `weight`: of GPTQ and AWQ; of compressed-tensors."""
+"""Names that replace `weight` in a quantized module: by GPTQ and AWQ; by compressed-tensors."""
 SMALL = 1 << 30
 """Limit of a tensor that is read whole, such as scales: one per 16,384 elements."""
 
@@ -65,7 +65,7 @@ class PublishedModel(ForeignSource):
 
     @property
     def tied(self) -> tuple[str, str] | None:
-        """The output and the embedding, if there are both, and the configuration says that they are one."""
+        """The output layer and the embedding, if both are stored, and the configuration ties them."""
         embeddings = [name for name in EMBEDDINGS if self.has(name)]
         return (OUTPUT, embeddings[0]) if embeddings and self.has(OUTPUT) and is_tied(self.config) else None
 
@@ -101,8 +101,8 @@ class PublishedModel(ForeignSource):
 
 
 def weights_file(store: Store) -> str | None:
-    """Return the name of the file by which transformers finds a model's weights: the only file of weights, or
-    the index of several. None if there is none. BadInput if the configuration names no such file.
+    """Return the name of the file by which transformers finds a model's weights: the single weights file, or
+    the index of several. None if there is none. BadInput if the configuration names an invalid file.
 
     This is the only place that decides which of a folder's files are its weights.
     """
@@ -128,15 +128,15 @@ class HuggingFaceFolder(PublishedModel):
     fetched_for = ""
 
     def __init__(self, store: Store, file: str) -> None:
-        """file: that which `weights_file` has returned. It is parsed when names are asked for: a load opens
-        the folder also to see just whether it is still the same."""
+        """file: the result of `weights_file`. It is parsed on first access to names: a load also opens the
+        folder just to check that it is unchanged."""
         super().__init__(store)
         self.where = f"{store.url}/{file}"
         self.about: dict[str, Any] = {"step": None}
         self.bytes_read = 0
         self._file = file
         self._headers: dict[str, Header] = {}
-        """By file, after it was read."""
+        """Headers read so far, by file."""
         self._sizes: dict[str, int] = {}
         self._data = self._raw_header(file) if self._is_single else self._read_index()
         self.identity = hex_digest(digest(self._data))

@@ -1,5 +1,5 @@
-"""Where the elements of a tensor lie in published tensors: segments, and the few ways in which models split
-and join them.
+"""Maps the elements of a tensor to published tensors: segments, and the ways in which models split and join
+them.
 
 A segment is a box of our tensor that is a box of one published tensor, up to the order of axes. A way takes
 the names of published tensors and the shape of ours, and gives segments that cover ours exactly once. It
@@ -23,14 +23,14 @@ Sizes = Mapping[str, int]
 
 
 class Segment(NamedTuple):
-    """A box of ours, and where it lies in a published tensor."""
+    """A box of our tensor, and its position in a published tensor."""
 
     box: Box
-    """In our tensor."""
+    """The box in our tensor."""
     name: str
-    """Of the published tensor."""
+    """Name of the published tensor."""
     start: Dims
-    """Where the box begins in the published tensor."""
+    """Start of the box in the published tensor."""
     axes: tuple[int, ...]
     """For each of our axes, the published axis that it corresponds to; -1 for an axis of length 1 that has
     none. Along the other published axes the segment has one index."""
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
     split: bool = False
     """Is `whole` the published shape with its last axis split into two?"""
     change: str = ""
-    """What an import does with elements, and an export undoes: "" or MINUS_ONE."""
+    """A conversion of elements on import, which an export reverts: "" or MINUS_ONE."""
 
     def theirs(self, part: Box) -> Box:
         """Return the box of the published tensor for a part of `box`."""
@@ -52,7 +52,7 @@ class Segment(NamedTuple):
         return Box(tuple(offset), tuple(shape))
 
     def ours(self, part: Box) -> Box | None:
-        """Return where a part of the published tensor lies in ours, cut to this segment; None if outside."""
+        """Return our box for a part of the published tensor, cut to this segment; None if outside."""
         common = self.theirs(self.box).intersect(part)
         if common is None:
             return None
@@ -64,8 +64,8 @@ class Segment(NamedTuple):
         return Box(tuple(offset), tuple(shape))
 
     def joined(self, part: Box) -> Box:
-        """Merge the two axes that `split` made of the published tensor's last axis. The part then has whole
-        pairs."""
+        """Merge the two axes into which `split` divided the published tensor's last axis. The part must have
+        whole pairs."""
         if not self.split:
             return part
         inner = self.whole[-1]
@@ -168,7 +168,7 @@ def of_experts_mixed(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Se
 
 
 def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
-    """Return the shape of a tensor of ours, from those of the published tensors that it is made of."""
+    """Return the shape of our tensor, from the shapes of the published tensors that it is made of."""
     first = shapes[0]
     if way in _HEADS:
         rows_of, part, _ = _HEADS[way]
@@ -176,7 +176,7 @@ def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
         return (parts[part] * heads, *first[1:])
     if way in ("concat", "grouped", "gated"):
         return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
-    # Of too few axes, these have too few as well, and `View.segments` refuses them.
+    # With too few axes, the result has too few as well, and `View.segments` refuses it.
     if way == "of_experts":
         return first[1:]
     if way == "of_experts_turned":
@@ -257,8 +257,8 @@ _HEADS: dict[str, tuple[Callable[[Sizes], tuple[Dims, int]], int, str]] = {
     "stacked_key": (_stacked, 1, "As `stacked_query`: the keys."),
     "stacked_value": (_stacked, 2, "As `stacked_query`: the values."),
 }
-"""By way, for gated delta nets: what tells the rows of each part of a head, and the number of heads; which
-part it is; and its description. Published, a head has all its parts, one below the other."""
+"""By way, for gated delta nets: a function that returns the rows of each part of a head and the number of
+heads; the index of the part; and a description. In published tensors, the parts of a head are stacked."""
 
 
 def _of_heads(way: str) -> Way:
@@ -282,8 +282,8 @@ def _of_heads(way: str) -> Way:
 
 
 def _rows(name: str, shape: Dims, ours: tuple[int, int], start: int, rows: int) -> Segment:
-    """Make a segment of whole rows: ours, `(first, count)`, are those from `start` on of a published tensor
-    with `rows` rows."""
+    """Make a segment of whole rows. ours: `(first, count)` of our rows. start: the first row in the published
+    tensor, which has `rows` rows."""
     rest, sides = (0,) * (len(shape) - 1), shape[1:]
     first, count = ours
     box = Box((first, *rest), (count, *sides))

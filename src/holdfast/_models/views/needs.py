@@ -1,7 +1,7 @@
-"""Which boxes of stored tensors the ranks of a grid need: of a published model, by the table of its family,
-and of a checkpoint of megatron-core's model, by its tensors' names.
+"""Finds the boxes of stored tensors that the ranks of a grid need: in a published model, by the table of its
+family, and in a checkpoint of a megatron-core model, by tensor names.
 
-The ranks of a stage take a tensor whole if it is not known how it is split; `Needs.unknown` lists those.
+If it is not known how a tensor is split, the ranks of its stage take it whole; `Needs.unknown` lists these.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from holdfast._models.views.rank_share import ModelSizes, RankShare, how_cut
 from holdfast.errors import BadInput
 
 _OURS = ("embedding.", "decoder.", "output_layer.", "mtp.")
-"""How megatron-core's names begin; families have transformers' names, too."""
+"""Prefixes of megatron-core's names; families have transformers' names, too."""
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
 _LAYER = re.compile(r"(?:\A|\.)layers\.(\d+)\.")
 _HOLES = re.compile(r"\{\w+\}")
 _GATED = ("concat", "of_experts_mixed")
 """Ways that put a gate above its up projection."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.[^.]+\.")
-"""What an optimizer state has before its parameter's name; it has the parameter's shape."""
+"""Prefix of optimizer states, before the parameter's name. A state has the parameter's shape."""
 _TRAINING = re.compile(r"chained_\d+\.|optimizer\.|rng_state")
-"""How names begin that belong to no weight."""
+"""Prefixes of names that don't belong to weights."""
 Specs = Mapping[str, TensorSpec]
 """Stored tensors by name."""
 
 
 class Needs(NamedTuple):
-    """What one or several ranks need."""
+    """The needs of one or several ranks."""
 
     boxes: dict[str, list[Box]]
-    """By name: boxes that don't overlap."""
+    """Non-overlapping boxes, by tensor name."""
     unknown: frozenset[str]
     """Names of tensors that are taken whole because it is not known whether and how ranks share them."""
 
@@ -71,7 +71,7 @@ def sizes_published(view: View | None, specs: Specs, words: int) -> ModelSizes:
 
 
 def of_published(view: View | None, specs: Specs, share: RankShare) -> Needs:
-    """Return what a rank needs of a published model."""
+    """Return a rank's needs in a published model."""
     boxes: defaultdict[str, list[Box]] = defaultdict(list)
     if view is not None:
         for entry in view.family.entries.values():
@@ -98,7 +98,7 @@ def _names_held(entry: TableEntry, share: RankShare) -> Iterator[tuple[str, dict
 def _parts_held(
     view: View, entry: TableEntry, name: str, numbers: dict[str, int], specs: Specs, share: RankShare
 ) -> Iterator[tuple[str, Box]]:
-    """Yield the parts of published tensors that make up what a rank has of a tensor."""
+    """Yield the parts of published tensors that make up a rank's part of a tensor."""
     rule, published = view.rule(entry, numbers)
     # A family has names for several ways in which megatron-core builds a layer, and for parts that only some
     # models have. The load will report what is missing.
@@ -126,7 +126,7 @@ def _unclaimed(view: View | None, specs: Specs) -> list[str]:
 
 
 def _of_stage(name: str, share: RankShare) -> bool:
-    """Return whether a tensor of no family is on this stage, by the number of its layer."""
+    """Return whether a tensor without a family is on this stage, by the number of its layer."""
     layer = _LAYER.search(name)
     if layer is None:
         return True
@@ -168,7 +168,7 @@ def _count(specs: Specs, pattern: re.Pattern[str], axis: int) -> int:
 
 
 def of_stored(specs: Specs, share: RankShare, rank: int, weights_only: bool) -> Needs:
-    """Return what a rank needs of a checkpoint of megatron-core's model.
+    """Return a rank's needs in a checkpoint of a megatron-core model.
 
     weights_only: leave out the optimizer's state and the states of random generators.
     """

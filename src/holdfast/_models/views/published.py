@@ -1,8 +1,8 @@
-"""Load a published model by the names and shapes that the state has.
+"""Loads a published model under the names and shapes of the state.
 
-A row whose name the folder does not have becomes rows of the tensors that it is made of (`views`): each is a
-box of a published tensor, and a view of the memory that it fills, with the published order of axes. So the
-reader knows nothing of models, and nothing is read twice or held in memory as a whole.
+A row with a name that the folder lacks is replaced by rows for its source tensors (`views`): each is a box of
+a published tensor, and a view of the memory to fill, with the published order of axes. So the reader needs no
+knowledge of models, and nothing is read twice or held in memory as a whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.errors import LoadFailed, MissingTensors, ShapeMismatch
 
 
 def see_published(source: PublishedModel, table: ShardTable, owner: Sequence[int]) -> Rows:
-    """Translate the rows of a state into rows of what `source` holds (`ForeignSource.translate`)."""
+    """Translate the rows of a state into rows of tensors in `source` (`ForeignSource.translate`)."""
     seen = Rows(ShardTable(table.rank), [], [])
     look = _Look(source, seen.table, seen.blank)
     for row, leaf in enumerate(owner):
@@ -36,10 +36,10 @@ def see_published(source: PublishedModel, table: ShardTable, owner: Sequence[int
 
 
 def published_regions(source: PublishedModel, spec: TensorSpec) -> list[tuple[int, Box]]:
-    """Return the dtypes that one of megatron-core's tensors is published in, and the boxes of each, without
-    padding. A part that is computed from what is published (by scales, or less one) counts as float32.
+    """Return the published dtypes of a megatron-core tensor, with their boxes, without padding. A computed
+    part (multiplied by scales, or minus one) counts as float32.
 
-    Raises MissingTensors if a part is not there.
+    Raises MissingTensors if a part is missing.
     """
     regions: list[tuple[int, Box]] = []
     for segment in source.view.segments(spec.name, spec.shape, whole(spec.shape)):
@@ -139,8 +139,8 @@ class _Look:
             )
 
     def _check_dtype(self, place: Place, spec: TensorSpec) -> None:
-        """Refuse a conversion that is not between floating-point dtypes: quantised elements mean nothing
-        without their scales."""
+        """Raise ShapeMismatch for a conversion other than between floating-point dtypes: quantised elements
+        are meaningless without their scales."""
         scaled = place.code == IN_8_BITS and spec.dtype in FLOATS
         if place.code != spec.dtype and not scaled and not {place.code, spec.dtype} <= set(FLOATS):
             self.source.refuse_quantized(place.name)
@@ -153,7 +153,7 @@ class _Look:
 
 
 class _EverySecond(TensorMemory):
-    """Every second column of what is read, from column 0 or 1 on: a gate or its up projection."""
+    """Takes every second column of the read data, from column 0 or 1 on: a gate or its up projection."""
 
     def __init__(self, tensor: torch.Tensor, stored: torch.dtype, turn: int) -> None:
         super().__init__(tensor, stored, 0)

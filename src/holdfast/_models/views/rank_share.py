@@ -1,8 +1,8 @@
-"""Which part of each of megatron-core's tensors a rank of a grid holds.
+"""Computes the part of each megatron-core tensor that a rank of a grid holds.
 
-Pipeline stages (and model chunks of a virtual pipeline) share the layers, expert-parallel ranks the experts,
-tensor-parallel ranks the rows or the columns of a linear layer. `CUTS` says for each layer which of the two;
-an unknown layer counts as whole, so that a share is never too small.
+Layers are split over pipeline stages (and model chunks of a virtual pipeline), experts over expert-parallel
+ranks, rows or columns of a linear layer over tensor-parallel ranks. `CUTS` has the split of each layer; an
+unknown layer counts as whole, so that a share is never too small.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CUTS = {
     "router": WHOLE,
     "shared_experts": WHOLE,  # the gate of its output
 }
-"""What tensor-parallel ranks share of a tensor, by the last part of its name that is listed here. Biases of
-COLUMNS layers are whole."""
+"""The tensor-parallel split of a tensor, by the last part of its name that is listed here. Biases of COLUMNS
+layers are whole."""
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?")
 _EXPERT = re.compile(r"\.experts\.experts\.(?:(\d+)\.)?")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -56,7 +56,7 @@ class ModelSizes(NamedTuple):
     experts: int
     """0: none."""
     is_tied: bool
-    """Does the last stage have the embedding in place of an output layer?"""
+    """Does the last stage have the embedding instead of an output layer?"""
     predicts: int
     """Multi-token prediction layers."""
     words: int = 0
@@ -64,13 +64,13 @@ class ModelSizes(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """What a rank holds of a model. Ranks with equal shares hold the same."""
+    """A rank's share of a model. Ranks with equal shares hold the same data."""
 
     tp: tuple[int, int]
-    """Index and count of its part."""
+    """Index of the tensor-parallel part, and number of parts."""
     etp: tuple[int, int]
     layers: tuple[range, ...]
-    """Of each model chunk."""
+    """The layers of each model chunk."""
     experts: range
     first: bool
     """Is it on the first pipeline stage?"""
@@ -78,13 +78,13 @@ class RankShare(NamedTuple):
     sizes: ModelSizes
 
     def layer_ranges(self, name: str) -> tuple[range, ...]:
-        """Return the ranges of layers that it holds, of the kind of layers that `name` is in."""
+        """Return the rank's ranges of layers, of the kind (main or multi-token prediction) of `name`."""
         if name.startswith("mtp."):
             return (range(self.sizes.predicts),) if self.last else ()
         return self.layers
 
     def has_stage(self, name: str) -> bool:
-        """Return whether this stage holds a tensor that belongs to no layer."""
+        """Return whether this stage holds a tensor outside of the layers."""
         if name.startswith("embedding."):
             return self.first or (self.last and (self.sizes.is_tied or self.sizes.predicts > 0))
         if name.startswith(("output_layer.", "decoder.final", "mtp.")):
@@ -92,10 +92,10 @@ class RankShare(NamedTuple):
         return True
 
     def boxes(self, name: str, shape: Dims, parts: int) -> list[Box]:
-        """Return the boxes that it holds of a tensor of global `shape`; none if it holds none of it.
+        """Return the rank's boxes in a tensor of global `shape`; none if it holds no part of it.
 
-        parts: how many tensors are concatenated along the rows of `linear_fc1`, each of which is split: 2
-            with a gate.
+        parts: number of tensors that are concatenated along the rows of `linear_fc1`, and split separately:
+            2 with a gate.
         """
         layer, expert = _LAYER.match(name), _EXPERT.search(name)
         ranges: list[tuple[range, ...]] = []
@@ -164,7 +164,7 @@ class RankShare(NamedTuple):
 
 
 def how_cut(name: str) -> str | None:
-    """Return what tensor-parallel ranks share of a tensor; None if that is not known."""
+    """Return the tensor-parallel split of a tensor (ROWS, COLUMNS or WHOLE); None if it is not known."""
     for part in reversed(name.split(".")):
         if "norm" in part:
             return WHOLE
@@ -211,7 +211,7 @@ def stages_of(grid: Grid, layers: int, split: Sequence[int] | None) -> list[rang
 
 
 def share_of(grid: Grid, rank: int, sizes: ModelSizes, stages: Sequence[range]) -> RankShare:
-    """Return what a rank holds. stages: from `stages_of`."""
+    """Return a rank's share. stages: from `stages_of`."""
     coordinates = grid.coordinates(rank)
     if sizes.experts % grid.ep:
         raise BadInput(f"{sizes.experts} experts can't be shared by ep={grid.ep}.")

@@ -17,7 +17,7 @@ from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 IN_8_BITS = CODE_OF["float8_e4m3fn"]
 _BYTES = CODE_OF["uint8"]
 _BLOCKS, _SCALES = "_blocks", "_scales"
-"""What the two tensors have after the name of a tensor in 4 bits, in whose place they are published."""
+"""Suffixes of the two tensors that are published for a tensor in 4 bits."""
 _SIDE = 128
 """Rows and columns of a block in 8 bits, unless the configuration says otherwise."""
 _GROUP, _BIAS = 32, 127
@@ -31,7 +31,7 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def in_blocks(source: PublishedModel, place: Place, target: torch.Tensor, origin: Dims) -> Memory:
     """Make memory for elements in 8 bits, which multiplies them by the scales of their blocks.
 
-    target: has the published order of axes. origin: where it begins in the published tensor.
+    target: has the published order of axes. origin: its start in the published tensor.
     Raises MissingTensors if there are no scales, ShapeMismatch if they do not fit the blocks.
     """
     name = place.name + SCALES
@@ -63,7 +63,7 @@ def _no_scales(source: PublishedModel, name: str, bits: str, missing: str) -> Mi
 
 
 def _sides(source: PublishedModel) -> Dims:
-    """Return rows and columns of the blocks that have a scale each."""
+    """Return the rows and columns of a block with one scale."""
     quantization = source.config.get("quantization_config")
     sides = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     if sides is None:
@@ -98,10 +98,10 @@ def is_packed(source: PublishedModel, name: str) -> bool:
 def packed_part(
     source: PublishedModel, segment: Segment, spec: TensorSpec, target: torch.Tensor
 ) -> PackedPart:
-    """Return what is to be read for a segment of all experts' weights in 4 bits, two in a byte.
+    """Return the memory for a segment of all experts' weights in 4 bits, two in a byte.
 
-    They are published as `[experts, columns, groups of 32 rows, 16 bytes]`, which is the transposed tensor:
-    the one that they stand for is `[experts, rows, columns]`.
+    They are published as `[experts, columns, groups of 32 rows, 16 bytes]`, transposed relative to the
+    unpacked tensor, which is `[experts, rows, columns]`.
 
     spec: of the state's tensor, for errors. target: has the published order of axes.
     Raises MissingTensors if there are no scales, ShapeMismatch if shapes or dtypes do not fit.
@@ -133,7 +133,7 @@ class PackedPart(TensorMemory):
         self, source: PublishedModel, blocks: Place, scales: Place, segment: Segment, target: torch.Tensor
     ) -> None:
         theirs = segment.theirs(segment.box)
-        # Of a split tensor only every second column is taken: the gate's or the up projection's.
+        # In a split tensor, take only every second column: the gate's or the up projection's.
         self._step, self._turn = (2, theirs.offset[-1]) if segment.split else (1, 0)
         super().__init__((target.squeeze(-1) if segment.split else target).movedim(1, -1), torch.uint8, 0)
         self._source, self._scales = source, scales
@@ -148,7 +148,7 @@ class PackedPart(TensorMemory):
         skipped = (self._turn - box.offset[1]) % self._step
         packed = values[:, skipped :: self._step]
         experts, columns, groups, nbytes = packed.shape
-        # A part with several groups has all bytes of each, so its rows follow one another.
+        # A part with several groups has all bytes of each, so its rows are contiguous.
         begin = group * _GROUP + 2 * byte
         low, high = max(begin, self._rows[0]), min(begin + 2 * groups * nbytes, self._rows[1])
         if low >= high:
@@ -166,7 +166,7 @@ class PackedPart(TensorMemory):
                 target[index, start : start + step].copy_(numbers)
 
     def _exponents(self, expert: int, column: int, count: int) -> torch.Tensor:
-        """Read the exponents of `count` columns that are taken, from this one on, for all their groups."""
+        """Read the exponents of `count` taken columns, from `column` on, for all their groups."""
         first, rows = expert * self._scales.shape[1] + column, (count - 1) * self._step + 1
         data = self._source.read_rows(self._scales.name, (first, rows))
         scales = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(rows, -1)
@@ -174,7 +174,7 @@ class PackedPart(TensorMemory):
 
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack the numbers that 4 bits stand for, two from each byte along the last axis, lower bits first."""
+    """Unpack 4-bit numbers, two from each byte along the last axis, lower bits first."""
     table = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
     pairs = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
     return table[pairs.int()]

@@ -60,7 +60,7 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class Misplaced(msgspec.Struct, frozen=True):
-    """An index of another step than the folder that it is in."""
+    """An index whose step differs from that of its folder."""
 
     path: str
     folder_step: int
@@ -79,7 +79,7 @@ class Compared(msgspec.Struct, frozen=True):
     changed: tuple[Changed, ...]
     content: tuple[Content, ...]
     equal: int
-    """Number of names that both have and that are equal."""
+    """Number of names that both have with equal content."""
     bytes_read: int
     """Bytes of data that were read; 0 if digests were enough."""
     misplaced: tuple[Misplaced, ...]
@@ -198,7 +198,7 @@ def _numbers(data: Array, dtype: str) -> Array | None:
 
 
 def compare(a: Folder, b: Folder, values: bool = False) -> Compared:
-    """Compare two checkpoints; of a run folder, its newest committed step.
+    """Compare two checkpoints; a run folder stands for its newest committed step.
 
     values: also count the elements that differ, and find their largest difference.
 

@@ -1,4 +1,4 @@
-"""Explain where a tensor is stored, and what a reader of a box of it reads. Reads only the index."""
+"""Explains where a tensor is stored, and which bytes a reader of a box of it needs. Reads only the index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.errors import BadInput, MissingTensors
 
 
 class Explained(msgspec.Struct, frozen=True):
-    """Where a tensor is stored, and what a reader of a box of it reads."""
+    """The location of a tensor, and the bytes that a reader of a box of it needs."""
 
     path: str
     name: str
@@ -32,7 +32,7 @@ class Explained(msgspec.Struct, frozen=True):
 
 
 def explain(path: Folder, name: str, box: str | None = None) -> Explained:
-    """Return where a tensor's parts are stored, and what a reader needs of them.
+    """Return the location of a tensor's parts, and the bytes that a reader of a box needs.
 
     A run folder stands for its newest committed step. box: a part of the tensor such as `0:4,10:20`; by
     default all of it.

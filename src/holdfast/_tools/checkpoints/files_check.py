@@ -54,7 +54,7 @@ class FilesCheck:
         self.store, self.columns, self.damage = store, columns, damage
         self.step, self.attempt = number(about.get("step")), about.get("attempt")
         self.moved: set[int] = set()
-        """Chunks whose offset was computed at the commit, so that their file's header has an outdated one."""
+        """Chunks whose offset was computed at the commit, so that the header of their file has an old one."""
         self.linked: set[int] = set()
         """Hard links to files of earlier steps; the index lists only their unchanged chunks."""
         self.tensor = columns.tensor_of_chunk()
@@ -93,7 +93,7 @@ class FilesCheck:
                     text = f"the file has {reader.size} bytes, but was written with {size}"
                     self.damage.append(Damage(name, text, None, low, high))
                     self._beyond(file, reader.size)
-                # The header of a truncated file is mostly whole. It is read with the larger size, because
+                # The header of a truncated file is usually intact. It is read with the larger size, because
                 # otherwise it is refused for chunks beyond the end, which `_beyond` reports better.
                 header = read_header(reader.read, max(reader.size, size), name)
                 # First, because it finds the chunks that the commit has moved (`moved`); the header has
@@ -157,7 +157,7 @@ class FilesCheck:
         shape, expected = unpad(columns.size[chunk], ndim), columns.names[row]
         if shape != columns.shape_of(row):
             expected = name_of_chunk(expected, unpad(columns.offset[chunk], ndim))
-        if chunk in self.moved:  # its rank named it by the offset that it knew then
+        if chunk in self.moved:  # its rank put the offset known at that time into the name
             name, expected = without_offset(name), without_offset(columns.names[row])
         stored = shape if dtype.extra == 1 else (*shape, dtype.extra)
         # The writer appends apostrophes to a name that is taken already.
@@ -184,7 +184,7 @@ class FilesCheck:
             return
         step, attempt = number(index.about.get("step")), index.about.get("attempt")
         own = embedded.file_names[:1]
-        # A file of another checkpoint may have been put in this one's place, and be whole.
+        # The file may be intact, but belong to another checkpoint.
         if own and is_link_to(name, own[0]):
             self.linked.add(file)
         elif (
@@ -205,7 +205,7 @@ class FilesCheck:
         name, ours = self.columns.file_names[file], self.chunks_of[file]
         # Both in the order of the file, because the embedded index sorts its rows by its own tensors.
         theirs = np.argsort(embedded.position, kind="stable")
-        theirs = theirs[embedded.file[theirs] == 0]  # the others are in files that it has linked
+        theirs = theirs[embedded.file[theirs] == 0]  # the others are in linked files
         if file in self.linked:
             ours, theirs = self._in_both(ours, embedded, theirs)
         if len(ours) != len(theirs):
@@ -236,7 +236,7 @@ class FilesCheck:
         others = [(embedded.position[at], embedded.names[tensor[at]]) for at in theirs]
         both = {*mine} & {*others}
         known = {position for position, _ in both}
-        # A place that only the main index knows stays: it is damage.
+        # Keep a position that only the main index has: it is damage.
         kept = [key in both or key[0] not in known for key in mine]
         return ours[np.asarray(kept, bool)], theirs[np.asarray([key in both for key in others], bool)]
 

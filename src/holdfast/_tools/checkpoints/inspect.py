@@ -1,6 +1,6 @@
-"""Describe a checkpoint or a run folder, as values to print. Reads only the index and small objects.
+"""Describes a checkpoint or a run folder, as values to print. Reads only the index and small objects.
 
-Of other formats that a load reads, it reads the metadata, or the headers.
+For other formats that a load supports, it reads the metadata, or the headers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast._core.store.run_folder import is_linked, is_only_marked, is_spelle
 from holdfast.errors import HoldfastError, NotCommitted
 
 OURS = "Holdfast"
-"""The format of a checkpoint that has our index."""
+"""The format of a checkpoint with Holdfast's index."""
 SHOWN_OBJECT = 1 << 20
 """Maximum bytes of an object that is read for display."""
 
@@ -37,7 +37,7 @@ class File(msgspec.Struct, frozen=True):
     name: str
     size: int
     rank: int | None
-    """That wrote it; None in a format that does not say it."""
+    """The rank that wrote the file; None if the format does not record it."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     matched: int
     """Number of names that match the pattern; `shown` may have fewer."""
     totals: tuple[Total, ...]
-    """Of the names that the pattern matches."""
+    """Totals of the names that match the pattern."""
     shown: tuple[Tensor, ...]
 
 
@@ -123,7 +123,7 @@ def describe(path: Folder, name: str | None = None, limit: int | None = None) ->
     try:
         store, is_run = checkpoint_or_run(path)
     except NotCommitted:
-        # Imported here, because most folders are of Holdfast. If nothing reads this one, it raises the error.
+        # Imported here, because most folders are Holdfast's. Raises the error for an unsupported folder.
         from holdfast._tools.checkpoints.inspect_others import describe_other
 
         return describe_other(open_store(path), name, limit)
@@ -159,7 +159,7 @@ def describe_run(store: Store) -> Run:
 
 
 def fate(run: Run, step: RunStep) -> str:
-    """Return why a step is retained, as far as known, or that it is not."""
+    """Format why a step is retained, if known, or that it will be removed."""
     goes = run.rules is not None and step.committed and not (step.problem or step.kept)
     reasons = [
         "left behind" if step.is_left else "",
@@ -176,7 +176,7 @@ def about_checkpoint(
     """Describe a checkpoint, with up to `limit` of the names that match."""
     names = index.names()
     rows = [row for row, name in enumerate(names) if pattern is None or matches(name, pattern)]
-    # Chunks of the rows that are shown only. All else comes from the header and from narrow columns.
+    # Read chunks only for the rows shown. Everything else comes from the header and from narrow columns.
     shown = sorted(rows, key=lambda row: natural(names[row]))[:limit]
     order = sorted(shown)
     columns = index.select(np.asarray(order, np.int64))
@@ -222,15 +222,15 @@ def module_of(name: str) -> str:
 
 
 def totals_of(rows: Iterable[tuple[str, int, int, int, int]]) -> tuple[Total, ...]:
-    """Add up tensors. rows: name, kind, dtype and number of elements of each, and a number that tied ones
-    share."""
+    """Sum up tensors. rows: name, kind, dtype and number of elements of each, and a number that is the same
+    for tied tensors."""
     found: dict[tuple[str, int], list[int]] = {}
     counted = set[int]()
     for name, kind, dtype, elements, one in rows:
         if kind != OBJECT:
             total = found.setdefault((module_of(name), dtype), [0, 0])
             total[0] += 1
-            # Of tied tensors, the first one that the pattern matches counts.
+            # Count tied tensors once, for the first one that matches the pattern.
             if one not in counted:
                 total[1] += elements
                 counted.add(one)
@@ -243,7 +243,7 @@ def totals_of(rows: Iterable[tuple[str, int, int, int, int]]) -> tuple[Total, ..
 def _tensor(
     store: Store, index: Index, columns: Columns, position: int, row: int, tied_to: str | None
 ) -> Tensor:
-    """Describe a row of the index, which stands at `position` in `columns`."""
+    """Describe a row of the index, which is at `position` in `columns`."""
     mine: Array = columns.file[columns.chunks_of(position)]
     is_object, shape = int(columns.kind[position]) == OBJECT, columns.shape_of(position)
     dtype = DTYPES[int(columns.dtype[position])]

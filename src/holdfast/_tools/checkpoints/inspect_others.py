@@ -1,5 +1,5 @@
-"""Describe what a load reads beside checkpoints of Holdfast: those of torch DCP and megatron-core, published
-models, and slices that were fetched. Reads metadata and headers, and executes nothing of them."""
+"""Describes other formats that a load supports: checkpoints of torch DCP and megatron-core, published models,
+and fetched slices. Reads metadata and headers, and executes nothing in them."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class _Row(NamedTuple):
     dtype: int
     shape: Dims
     files: Sequence[str]
-    """Of each of its chunks."""
+    """The file of each chunk."""
     nbytes: int
-    """As it is stored."""
+    """Stored size in bytes."""
 
 
 def describe_other(store: Store, pattern: str | None = None, limit: int | None = None) -> Checkpoint:
-    """Describe a checkpoint that has no index of Holdfast, with up to `limit` of the names that match.
+    """Describe a checkpoint without Holdfast's index, with up to `limit` of the names that match.
 
-    NotCommitted if nothing reads it; the error says what the folder holds.
+    NotCommitted if the format is unsupported; the error describes the content of the folder.
     """
     with open_source(store) as source:
         if isinstance(source, IndexSource):
@@ -87,7 +87,7 @@ def describe_other(store: Store, pattern: str | None = None, limit: int | None =
 
 
 def _of_torch_dist(source: TorchDist) -> list[_Row]:
-    # Without `select`, which looks into every data file.
+    # Without `select`, which reads from every data file.
     rows = []
     for entry in source.entries:
         files = [chunk.file for chunk in entry.chunks]

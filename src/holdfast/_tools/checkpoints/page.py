@@ -1,7 +1,7 @@
-"""A checkpoint or a run folder as one HTML page, which loads nothing from elsewhere.
+"""A checkpoint or a run folder as one self-contained HTML page.
 
-Its size does not grow with ranks times tensors: ranks are put together in columns, and names in a tree of at
-most `NODES` rows. The script of the page (`page.js`) makes text nodes of the names.
+Its size does not grow with ranks times tensors: ranks are grouped into columns, and names into a tree of at
+most `NODES` rows. The script of the page (`page.js`) inserts names as text nodes.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from holdfast._tools.html import filled
 from holdfast.errors import HoldfastError
 
 COLUMNS = 128
-"""Ranks, or groups of neighbouring ranks, that are shown side by side."""
+"""Maximum number of columns: ranks, or groups of neighbouring ranks."""
 NODES = 6000
 STEPS = 2000
 POINTS = 400
-"""Of a chart."""
+"""Maximum number of points in a chart."""
 LABEL = 160
-"""Characters of a name, or part of one, that are shown."""
+"""Maximum number of characters shown of a name or its part."""
 
 
 def page_of(path: Folder, now: float) -> str:
-    """Return the page of a checkpoint, or of a run folder with its newest step. now: seconds since 1970."""
+    """Return the page of a checkpoint, or of a run folder with its newest step. now: current Unix time."""
     store, is_run = checkpoint_or_run(path)
     data: Message = {"path": printable(store.url), "made": time_text(now), "run": None, "checkpoint": None}
     data["title"] = shortened(printable(store.url.rstrip("/").rpartition("/")[2]), LABEL)
@@ -58,7 +58,7 @@ def page_of(path: Folder, now: float) -> str:
             data["checkpoint"] = _checkpoint(store, now)
         except HoldfastError:
             if not is_run:
-                raise  # of a run, the list of its steps says what is wrong with this one
+                raise  # in a run, the list of steps shows the problem of this one
     return filled(data, Path(__file__).with_suffix(".js"))
 
 
@@ -85,7 +85,7 @@ def _run(run: Run, now: float) -> Message:
         for step in reversed(steps[-STEPS:])
     ]
     every = -(-len(steps) // POINTS)
-    # The last step is among them.
+    # Includes the last step.
     shown = range((len(steps) - 1) % every, len(steps), every)
     together = list(accumulate(sizes))
     return {
@@ -149,7 +149,7 @@ def _facts(about: Checkpoint) -> list[tuple[str, str]]:
 
 @dataclass(slots=True)
 class _Node:
-    """A part of the names' tree: what lies below it, or the one row of the index that it is."""
+    """A node in the tree of names: its children, or its row of the index."""
 
     parent: int
     label: str
@@ -159,18 +159,18 @@ class _Node:
 
 class _Tree(dict[str, "_Tree"]):
     row: int | None = None
-    """The row of the index with just this name."""
+    """The row of the index with exactly this name."""
 
 
 class _Written:
-    """What each column of ranks wrote of each part of the names' tree."""
+    """The bytes written by each column of ranks, for each node in the tree of names."""
 
     def __init__(self, index: Index) -> None:
         self.columns = index.select()
         self.tied = tied_rows(self.columns)
-        # Nobody has checked these numbers: a forged one makes columns wide, not many.
+        # These numbers are unchecked: a forged one makes columns wide, but not many.
         self.rank_of_file = np.maximum(self.columns.file_rank, 0)
-        said = number(index.about.get("ranks")) or 1  # some may have written nothing
+        said = number(index.about.get("ranks")) or 1  # some ranks may have written nothing
         self.ranks = max(int(self.rank_of_file.max(initial=0)) + 1, min(said, 1 << 31), 1)
         self.width = -(-self.ranks // COLUMNS)
         self.count = -(-self.ranks // self.width)
@@ -212,7 +212,7 @@ class _Written:
         }
 
     def _what(self, node: _Node, elements: Array) -> str:
-        """Say which dtypes a node has, and the shape of a tensor. elements: its elements of each dtype."""
+        """Format the dtypes of a node, and the shape of a tensor. elements: number of elements by dtype."""
         if len(node.rows) == 1 and not node.below:
             row = node.rows[0]
             if self.columns.kind[row] == OBJECT:
@@ -227,8 +227,8 @@ class _Written:
         return ", ".join(f"{DTYPES[code].name} {_percent(shares[code])}" for code in codes)
 
     def _nodes(self) -> tuple[list[_Node], int]:
-        """Return the tree, parents first, and how many names are only counted in the node that they are
-        below."""
+        """Return the tree, parents first, and the number of names that are only included in the sums of an
+        ancestor."""
         root = _Tree()
         for row, name in enumerate(self.columns.names):
             tree = root
@@ -246,7 +246,7 @@ class _Written:
                 node.below = {}
                 continue
             for label, tree in sorted(node.below.items(), key=lambda item: (natural(item[0]), item[0])):
-                while len(tree) == 1 and tree.row is None:  # a row for each part of a name would say nothing
+                while len(tree) == 1 and tree.row is None:  # merge parts without branches into one row
                     [(more, tree)] = tree.items()
                     label += f".{more}"
                 nodes.append(_Node(at, label, tree, [] if tree.row is None else [tree.row]))

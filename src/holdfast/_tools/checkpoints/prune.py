@@ -1,4 +1,4 @@
-"""Remove files that no index refers to, and old steps on request; never files that may still be needed.
+"""Removes files that no index refers to, and old steps on request; never files that may still be needed.
 
 These rules keep it safe:
 - A folder is listed before its index is read, so the index names a file that is committed in between.
@@ -6,9 +6,9 @@ These rules keep it safe:
   save finish at different times, and all its files must stay.
 - A step whose index can't be read is not touched, because its files may be all that is left of it. Nor does
   it count as one of the newest steps.
-- Links are not followed, and stay. Only files with names that Holdfast alone gives, or that an index names,
-  are removed, and only folders with the names that it gives to steps, once nothing else is in them.
-- The folder of another format's checkpoint stays.
+- Links are not followed, and are kept. Only files with Holdfast's own names, or listed in an index, are
+  removed, and only folders with Holdfast's names of steps, once they are empty.
+- The folder of another format's checkpoint is kept.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Removed(msgspec.Struct, frozen=True):
     """Path relative to the run folder."""
     why: str
     bytes: int
-    """Freed bytes, without files to which another step has hard links (`Options.link_unchanged`)."""
+    """Freed bytes, without files that another step hard-links (`Options.link_unchanged`)."""
 
 
 class Skipped(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class _Sweep:
         """Folders that a running save may be writing to."""
 
     def top(self) -> None:
-        """Remove files of the run folder itself that were never renamed into place."""
+        """Remove files in the run folder itself that were never renamed to their final name."""
         for name in self.store.list():
             if not name.startswith(HIDDEN) or name.endswith("/"):
                 continue
@@ -143,7 +143,7 @@ class _Sweep:
                 self.store.child(folder).remove()
 
     def _others(self, folder: str, ours: Collection[str]) -> set[str]:
-        """List what is in a step folder besides `ours`; in a dry run these are still there."""
+        """List other entries of a step folder than `ours`, which still exist in a dry run."""
         inside = {f"{DATA}/{name}" for name in self.store.list(f"{folder}/{DATA}")}
         return {*self.store.list(folder), *inside} - {f"{DATA}/", *ours}
 
@@ -166,7 +166,7 @@ class _Sweep:
                 if self.store.stat(f"{folder}/{INDEX}") is not None:
                     self.skipped.append(Skipped(folder, "it is being read"))
                     continue
-            # Also in a dry run: `kept` is what would be left.
+            # Also in a dry run: `kept` lists the steps that would remain.
             del self.good[folder]
             why = (
                 "the run has left it behind" if folder in left else f"older than the newest {keep} committed"
@@ -177,7 +177,7 @@ class _Sweep:
 
 
 def _newest_time(entry: Entry) -> float:
-    # A save that is running has linked a file of an old step (`Options.link_unchanged`): the name is young.
+    # A running save may have hard-linked an old file (`Options.link_unchanged`): then its name is young.
     return entry.modified if entry.links == 1 else max(entry.modified, entry.named)
 
 

@@ -8,7 +8,7 @@ These are checked:
 - unless `quick`, every block of every chunk against its digest.
 
 These checks cover every byte of a checkpoint, so any flipped bit is reported. Damage of one file never hides
-that of another: what can't be read is a finding, and the check continues.
+that of another: an unreadable part is a finding, and the check continues.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def verify(
                 steps.append(_verify(step, quick, threads, progress))
     if not is_run:
         return steps[0]
-    if not steps:  # nothing was checked, which does not make it whole
+    if not steps:  # nothing was checked, so don't report it as intact
         raise NotCommitted(
             f"{store.url} has no committed step of Holdfast's to check.",
             hint="`holdfast inspect` shows what there is.",
@@ -112,7 +112,7 @@ def _verify(store: Store, quick: bool, threads: int, progress: ReportProgress) -
 
 
 def _open_index(store: Store, damage: list[Damage]) -> tuple[Columns, dict[str, object]] | None:
-    """Read all rows of the index, and its description. If it is damaged, add findings and return None."""
+    """Read all rows of the index, and its metadata. If it is damaged, add findings and return None."""
     try:
         with closing(store.open(INDEX)) as reader:
             index = Index(reader.read, reader.size, f"{store.url}/{INDEX}")
@@ -139,7 +139,7 @@ def _bad_pages(reader: Reader) -> Iterator[Damage]:
 def _coverage(columns: Columns, damage: list[Damage]) -> None:
     """Find the first tensor that is not tiled exactly once.
 
-    Only the first, because the digests of the index are good here: what is wrong is its writer.
+    Only the first, because the digests of the index are valid here: the defect is in the writer.
     """
     problem = first_problem(columns.shape, columns.tensor_of_chunk(), columns.offset, columns.size)
     if problem is not None:

@@ -1,4 +1,4 @@
-"""The command line: one file and one library call for each command, and `--json` where it prints a result.
+"""The command line: one module and one library call for each command, and `--json` for its result.
 
 A command's module is imported when that command runs, so that `holdfast --help` and `holdfast latest` start
 fast. Only `import`, `export` and `same` import torch.
@@ -36,7 +36,7 @@ COMMANDS = {
     "report": "Show what the ranks of a run did, as one page for a browser.",
     "doctor": "List what in a process's groups and environment is known to end in a hang.",
 }
-"""The name of each command, which is also its module's, and the first line of its help."""
+"""The first line of help of each command, by name; the name is also that of the module."""
 
 
 class LazyGroup(click.Group):
@@ -50,7 +50,7 @@ class LazyGroup(click.Group):
             return None
         # `import` is a keyword of Python, so the module is named `import_`.
         module = cmd_name + "_" * iskeyword(cmd_name)
-        # Imports let nothing go, so collections in between would only take time.
+        # Imports release no memory, so garbage collection would only cost time.
         with collector_paused():
             command: click.Command = import_module(f"holdfast._tools.cli.{module}").command
         return command

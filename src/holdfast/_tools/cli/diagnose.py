@@ -8,7 +8,7 @@ from holdfast._tools.cli import output
 from holdfast._watch.verdict import MEANS, TODO, Diagnosis, Observation, listed
 
 SHOWN = 12
-"""Observations that are shown; --json prints all."""
+"""Maximum number of observations shown; --json prints all."""
 
 
 @click.command("diagnose")

@@ -19,7 +19,7 @@ from holdfast._watch.shared_call import ask_for_call, wait_for_answers
 from holdfast.errors import BadInput
 
 ANSWERED = 30.0
-"""Seconds in which the ranks of a running job answer."""
+"""Timeout in seconds for the answers of a running job."""
 
 
 @click.command("doctor")
@@ -60,7 +60,7 @@ def command(ctx: click.Context, pid: int | None, folder: str | None, as_json: bo
         variables = all_variables() if pid is None else variables_of(pid)
         findings = of_variables({name: value for name, value in variables.items() if name.startswith(NAMES)})
     frameworks = found_frameworks() if pid is None else []
-    # Of another process the versions can't be seen; its own log has them (`install`).
+    # The versions in another process are not visible from here; its own log has them (`install`).
     if pid is None:
         bad = affects(versions_here(), platform.machine(), all_variables())
         findings += [

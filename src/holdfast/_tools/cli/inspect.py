@@ -14,7 +14,7 @@ from holdfast._tools.cli import output
 from holdfast.errors import BadInput
 
 SHOWN = 50
-"""Names, and lines of totals, that are shown by default."""
+"""Number of names shown by default."""
 MODULES = 20
 
 
@@ -39,7 +39,7 @@ def command(path: str, name: str | None, limit: int | None, page: str | None, as
             raise click.UsageError("--html shows everything; it takes no --name, --limit or --json.")
         _write_page(path, page)
         return
-    # A person gets a screenful, a program everything.
+    # Interactive output is limited; JSON is complete.
     if limit is None and not as_json:
         limit = SHOWN
     description = describe(path, name, limit or None)
@@ -108,7 +108,7 @@ def _checkpoint(checkpoint: Checkpoint) -> None:
         f"{output.count(checkpoint.objects, 'object')}, {output.count(checkpoint.chunks, 'chunk')}",
     }
     for key, value in facts.items():
-        # Most checkpoints have no notes and no grid. 0 is a step like any other.
+        # Skip missing values (most checkpoints have no notes and no grid), but not step 0.
         if value not in (None, ""):
             output.say(f"  {key:<9} {value}")
     _totals(checkpoint.totals)

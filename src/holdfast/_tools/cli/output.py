@@ -1,7 +1,7 @@
 """Output of commands: JSON, tables, sizes, times and a progress bar.
 
 Names in a checkpoint are untrusted data. They are printed without markup and control characters, so that
-looking at a file can't do anything to a terminal.
+they can't manipulate the terminal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def say(sentence: str) -> None:
 
 
 def report(value: Report, as_json: bool, show: Callable[[Report], None], passed: bool = True) -> None:
-    """Print the result of a command, as JSON or by `show`. Exit with code 1 if a check has not passed."""
+    """Print the result of a command, as JSON or with `show`. Exit with code 1 if `passed` is false."""
     if as_json:
         print_json(value)
     else:
@@ -49,7 +49,7 @@ def print_json(value: object) -> None:
 
     try:
         text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
-    # For example half of a surrogate pair in a name, which only JSON's escapes can write.
+    # For example a lone surrogate in a name: only the standard library's encoder can escape it.
     except (ValueError, OverflowError):
         text = json.dumps(msgspec.to_builtins(value), indent=2)
     click.echo(text)
@@ -87,10 +87,10 @@ def print_comparison(
     word: str,
     read: str,
 ) -> None:
-    """Print the result of a comparison. differ: the rows of names that are in both places; word: what a name
-    stands for; read: what was read."""
+    """Print the result of a comparison. differ: table rows of names that are in both places and differ; word:
+    the noun for a name; read: text about the amount of data read."""
     for letter, place, path in zip("AB", given, (found.a, found.b), strict=True):
-        # Of a run folder a step was chosen.
+        # For a run folder, name the chosen step.
         if os.path.abspath(place) != path:
             say(f"{letter} is {path}.")
     rows = [(name, "only in A", "") for name in found.only_a]

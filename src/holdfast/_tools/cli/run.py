@@ -20,7 +20,7 @@ from holdfast.errors import BadInput
 
 _PYTHON = re.compile(r"python[0-9.]*t?")
 _LETTERS = re.compile("-[A-Zabd-ln-z]+")
-"""Options of Python in one word, without -c and -m."""
+"""Combined single-letter options of Python, without -c and -m."""
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _IS_REACHED = 'import sys; sys.exit("holdfast._tools.startup.sitecustomize" not in sys.modules)'
 
@@ -109,8 +109,8 @@ def command(
 
 
 def is_torchrun_of_one_host(command_line: Sequence[str]) -> bool:
-    """Return whether a command line is torchrun's, and all ranks that it starts inherit this environment. Of
-    others that is not known: a script may start a part of a job that has more hosts."""
+    """Return whether a command line is a single-host torchrun, so that all ranks of the job inherit this
+    environment. Other commands may start one part of a job on several hosts."""
     program, *words = command_line
     as_module = any(pair[0] == "-m" and pair[1] in _TORCHRUN for pair in pairwise(words))
     name = os.path.basename(program)
@@ -124,8 +124,8 @@ def is_torchrun_of_one_host(command_line: Sequence[str]) -> bool:
 
 
 def _refuse_isolated(command_line: Sequence[str]) -> None:
-    """Raise BadInput for a Python that is told to ignore its environment, and in which Holdfast is not
-    installed: nothing of `holdfast run` would reach it."""
+    """Raise BadInput for a Python that ignores its environment variables and lacks an installed Holdfast:
+    `holdfast run` would have no effect on it."""
     program, *arguments = command_line
     options = _options(arguments) if _PYTHON.fullmatch(os.path.basename(program)) else []
     ignoring = [option for option in options if re.match("-[^-XW]*[IES]", option)]
@@ -136,7 +136,7 @@ def _refuse_isolated(command_line: Sequence[str]) -> None:
             [program, *options, "-c", _IS_REACHED], stdin=subprocess.DEVNULL, capture_output=True, timeout=60
         )
     except (OSError, subprocess.TimeoutExpired):
-        return  # it can't be run: `exec` will say why
+        return  # it can't be run: `exec` will raise the error
     if looked.returncode:
         told = " ".join(ignoring)
         raise BadInput(
@@ -156,7 +156,7 @@ def _options(arguments: Sequence[str]) -> list[str]:
         elif word.startswith(("-X", "-W", "--")) or _LETTERS.fullmatch(word):
             options.append(word)
         else:
-            # -c and -m, with which the program begins, may follow other letters in one word.
+            # -c and -m end the options, and may be combined with preceding letters.
             begin = _LETTERS.match(word)
             return [*options, begin[0]] if begin else options
     return options

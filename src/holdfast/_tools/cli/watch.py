@@ -13,7 +13,7 @@ from holdfast._tools.cli import output
 from holdfast._tools.recorded.live import Looker, State
 
 SHOWN = 20
-"""Lines of ranks."""
+"""Maximum number of table rows."""
 QUIET = 300.0
 """Seconds without an event after which a run may be over."""
 
@@ -65,7 +65,7 @@ def _show_again(run: str, looker: Looker, every: float) -> None:
 
 
 def _lines(run: str, state: State) -> Iterator[str]:
-    """Yield the lines of one look, without control characters."""
+    """Yield the lines that show a state, without control characters."""
     known = (
         f"{state.ranks} of {state.world} ranks"
         if state.ranks < state.world

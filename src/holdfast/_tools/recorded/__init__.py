@@ -1,2 +1,2 @@
-"""What a run has recorded, read back and shown: the event logs and roll calls of its folder, as a page, as a
-trace, and while it runs. Nothing here imports torch."""
+"""Reads and shows the event logs and roll calls in a run folder: as an HTML page, as a trace, and live.
+Nothing here imports torch."""

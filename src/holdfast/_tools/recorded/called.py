@@ -1,5 +1,5 @@
-"""The roll calls of a run folder, read back, and the stacks of their ranks as one tree, in which ranks part
-where their code does."""
+"""Reads the roll calls of a run folder, and merges the stacks of all ranks into one tree that branches where
+the stacks differ."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from holdfast._watch.verdict import Diagnosis
 from holdfast.errors import BadInput, HoldfastError
 
 BLOCKS = 300
-"""Of a tree."""
+"""Maximum number of blocks in a tree."""
 LINES = 40
-"""Of a block: the innermost ones."""
+"""Maximum number of lines in a block: the innermost ones."""
 
 
 class Called(NamedTuple):
@@ -32,13 +32,13 @@ class Called(NamedTuple):
     name: str
     """The name of its folder."""
     at: float
-    """When the roll was called, in seconds since 1970; 0: not known."""
+    """Unix time of the roll call; 0: not known."""
     answers: int
-    """Ranks that have answered."""
+    """Number of ranks that have answered."""
     found: Diagnosis | None
     evidence: Evidence
     problem: str = ""
-    """Why it can't be read."""
+    """The reason if it can't be read."""
 
     @property
     def says(self) -> str:
@@ -61,7 +61,7 @@ def roll_calls(run: str) -> list[str]:
 
 
 def read_called(run: str, name: str) -> Called:
-    """Read one roll call, and judge it."""
+    """Read and diagnose one roll call."""
     at = 0.0
     with suppress(ValueError, OverflowError):
         at = float(calendar.timegm(time.strptime(name[:15], "%Y%m%d-%H%M%S")))
@@ -73,20 +73,20 @@ def read_called(run: str, name: str) -> Called:
 
 
 class Block(NamedTuple):
-    """Calls that the same ranks are in, below those of another block."""
+    """A node of the tree: consecutive frames that are common to the same ranks."""
 
     parent: int
-    """The number of that block; -1 for none."""
+    """Index of the block with the outer frames; -1 for none."""
     lines: list[str]
-    """The calls, the outermost first."""
+    """The frames, the outermost first."""
     ranks: tuple[int, ...]
     does: str
-    """What ranks do whose stack ends here; "" if none does."""
+    """Activity of the ranks whose stack ends here; "" if there are none."""
 
 
 def tree(evidence: Evidence) -> list[Block]:
-    """Join the stacks of all ranks. Of blocks with one parent, those of the fewest ranks come first, each
-    before its children; at most `BLOCKS`."""
+    """Merge the stacks of all ranks into at most `BLOCKS` blocks in depth-first order, siblings with the
+    fewest ranks first."""
     where = positions_of(evidence)
     stacks = {rank: one.stack.calls[::-1] for rank, one in where.items() if one.stack.calls}
     blocks: list[Block] = []
@@ -98,9 +98,7 @@ def tree(evidence: Evidence) -> list[Block]:
         parent, depth, ranks = waiting.pop()
         first, begin = stacks[ranks[0]], depth
         parts = [ranks]
-        while len(parts) == 1 and len(parts[0]) == len(
-            ranks
-        ):  # nobody ends here, and nobody goes another way
+        while len(parts) == 1 and len(parts[0]) == len(ranks):  # no stack ends here, and none branches off
             depth += 1
             parts = _parts(stacks, depth, ranks)
         ended = [rank for rank in ranks if len(stacks[rank]) == depth]
@@ -113,7 +111,7 @@ def tree(evidence: Evidence) -> list[Block]:
 
 
 def _parts(stacks: dict[int, tuple[Call, ...]], depth: int, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Part ranks by their call at a depth, the fewest first; without those whose stack ends before it."""
+    """Partition ranks by their frame at a depth, the fewest first; without stacks that end before it."""
     parts: dict[Call, list[int]] = {}
     for rank in ranks:
         if len(stacks[rank]) > depth:
@@ -122,7 +120,7 @@ def _parts(stacks: dict[int, tuple[Call, ...]], depth: int, ranks: tuple[int, ..
 
 
 def _does(evidence: Evidence, where: dict[int, Position], ranks: list[int]) -> str:
-    """Say what ranks do that are at one place, in few words."""
+    """Summarize what the ranks at one place do."""
     return "; ".join(islice(dict.fromkeys(_words(evidence, where, ranks)), 4))
 
 

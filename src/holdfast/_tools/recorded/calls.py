@@ -1,5 +1,5 @@
-"""Calls of all ranks: what of different ranks belongs to one save or load, who waited for whom in it, and
-which ranks are unlike the others."""
+"""Joins the calls of all ranks: which of them form one save or load, which ranks waited for which, and which
+ranks are outliers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast._tools.recorded.timeline import CUT, GOOD, WORKING, RankCall, Rank
 from holdfast._watch.verdict import listed
 
 NOTABLE = 1.0
-"""Seconds beyond the median by which a rank is unlike the others, at least; and `SHARE` of the median."""
+"""Minimum seconds beyond the median for an outlier; it must exceed `SHARE` of the median, too."""
 SHARE = 0.5
 
 
@@ -33,7 +33,7 @@ class Call(NamedTuple):
         return min(call.begin for call in self.ranks.values())
 
     def seconds(self, now: float) -> float:
-        """Return how long it has taken on the rank that took longest."""
+        """Return the duration on the slowest rank."""
         return max((now if call.end is None else call.end) - call.begin for call in self.ranks.values())
 
     @property
@@ -42,21 +42,21 @@ class Call(NamedTuple):
 
     @property
     def outcome(self) -> str:
-        """Return how it ended: what went wrong on any rank; "" while it lasts on one."""
+        """Return the worst outcome of any rank; "" if none went wrong and a rank is not done yet."""
         outcomes = {call.outcome for call in self.ranks.values()}
         wrong = [outcome for outcome in ("failed", "raised", "unconfirmed", CUT) if outcome in outcomes]
         return wrong[0] if wrong else "" if "" in outcomes else max(outcomes)
 
     def behind(self, world: Iterable[int]) -> dict[int, str]:
-        """Return the ranks for which others wait in it, each with the phase that it is in; "" has not
-        come."""
+        """Return the ranks that others wait for in this call, each with its phase; "": it has not entered
+        the call."""
         working = {
             rank: call.parts[-1].name
             for rank, call in self.ranks.items()
             if call.end is None and call.parts and call.parts[-1].name in WORKING
         }
         absent = [rank for rank in world if rank not in self.ranks]
-        # A call of some ranks only is nothing for the others.
+        # If only a minority has entered, the call may be for some ranks only.
         behind = dict.fromkeys(absent, "") if len(absent) < len(self.ranks) else {}
         return behind | (working if len(working) < len(self.ranks) else {})
 
@@ -66,8 +66,8 @@ def title(kind: str, step: int | None) -> str:
 
 
 def joined(timelines: Iterable[RankTimeline]) -> list[Call]:
-    """Join the calls of all ranks, by begin: calls of one kind, path and step belong together until a rank
-    comes to the next one."""
+    """Join the calls of all ranks, in the order of their begin: calls with the same kind, path and step form
+    one call until a rank begins another such call."""
     calls: list[Call] = []
     newest: dict[tuple[str, str, int | None], Call] = {}
     of_ranks = (call for timeline in timelines for call in timeline.calls)
@@ -81,12 +81,12 @@ def joined(timelines: Iterable[RankTimeline]) -> list[Call]:
 
 
 class Wait(NamedTuple):
-    """A wait that was told."""
+    """A wait for late ranks, as reported in the event logs."""
 
     at: float
     title: str
     what: str
-    """What the ranks are waited for to do."""
+    """The action that the late ranks are expected to do."""
     late: str
     waiting: str
     seconds: float
@@ -94,7 +94,7 @@ class Wait(NamedTuple):
 
 
 def waits(timelines: Iterable[RankTimeline]) -> list[Wait]:
-    """List the waits that ranks were told of, those of all ranks for the same ones as one."""
+    """List the reported waits; reports by several ranks about the same late ranks are merged."""
     found: dict[tuple[str, str, str, int | None], list[tuple[int, float, float, str]]] = defaultdict(list)
     came: dict[tuple[str, str, str, int | None], float] = {}
     for timeline in timelines:
@@ -127,8 +127,8 @@ def waits(timelines: Iterable[RankTimeline]) -> list[Wait]:
 
 
 def outliers(timelines: dict[int, RankTimeline], calls: list[Call], now: float) -> dict[int, str]:
-    """Return the ranks that are unlike the others, the worst first, each with the reason: it failed, did not
-    come, or has taken longer than the median for something of its own."""
+    """Return the outliers, the worst first, each with the reason: the rank failed, did not enter a call, or
+    took longer than the median for its own part."""
     worst: dict[int, tuple[float, str]] = {}
     for rank, seconds, reason in _reasons(timelines, calls, now):
         if seconds > worst.get(rank, (0.0, ""))[0]:
@@ -144,7 +144,7 @@ def _reasons(
         failed = [rank for rank, one in ranks.items() if one.outcome and one.outcome not in GOOD]
         if 2 * len(failed) < len(ranks):
             yield from ((rank, 1e9, f"{ranks[rank].outcome} in the {call.title}") for rank in failed)
-        first = call.begin  # once: it looks at all ranks
+        first = call.begin  # read once: it iterates over all ranks
         absent = [rank for rank, one in timelines.items() if rank not in ranks and one.first <= first]
         if 2 * len(absent) < len(ranks):
             yield from ((rank, 1e8, f"not in the {call.title}") for rank in absent)

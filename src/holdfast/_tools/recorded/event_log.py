@@ -1,5 +1,4 @@
-"""Reads the event logs of a run folder, in bounded memory. What nobody can have written is skipped and
-counted."""
+"""Reads the event logs of a run folder, in bounded memory. Invalid lines are skipped and counted."""
 
 from __future__ import annotations
 
@@ -18,28 +17,28 @@ from holdfast._watch.collector import RANKS
 from holdfast.errors import BadInput
 
 IN_ALL = 256 << 20
-"""Bytes that are read of all ranks together: the newest ones of each."""
+"""Maximum number of bytes read in total, divided among the ranks; the newest lines of each are kept."""
 LONGEST = 1 << 16
-"""Bytes of a line."""
+"""Maximum length of a line in bytes."""
 LATEST = 1e11
-"""No time is after this one, in seconds since 1970."""
+"""Upper bound for a valid Unix time."""
 _NO_FILE = {errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EPERM}
-"""What is raised if nothing is there, or no plain file."""
+"""Error codes for a file that is missing or not a regular file."""
 _FILE = re.compile(r"rank-([0-9]{1,6})(\.old)?\.jsonl")
 
 
 class EventLogs(NamedTuple):
-    """What the ranks of a run have recorded."""
+    """The event logs of all ranks of a run."""
 
     ranks: dict[int, list[Line]]
-    """The lines of each rank, as they were written."""
+    """The lines of each rank, in the order written."""
     skipped: int
-    """Lines that were no event."""
+    """Number of invalid lines."""
 
 
 def read_events(run: str, in_all: int = IN_ALL) -> EventLogs:
-    """Read what is recorded in a run folder, which may be nothing. in_all: bytes to read. Raises BadInput if
-    it can't be read."""
+    """Read the event logs in a run folder; there may be none. in_all: maximum number of bytes. Raises
+    BadInput if they can't be read."""
     logs, skipped = {}, 0
     try:
         with SharedFolder(run, EVENTS, of_anyone=True) as folder:
@@ -57,9 +56,12 @@ def read_events(run: str, in_all: int = IN_ALL) -> EventLogs:
 
 
 def _read(folder: SharedFolder, start: str, most: int) -> tuple[list[Line], int]:
-    """Return the newest lines of one rank, and how many of them are none. start: of its files' names."""
+    """Return the newest lines of one rank, and the number of invalid ones. start: prefix of file names."""
     data, read = b"", set()
-    for name in (f"{start}.jsonl", f"{start}.old.jsonl"):  # the first becomes the second, also meanwhile
+    for name in (
+        f"{start}.jsonl",
+        f"{start}.old.jsonl",
+    ):  # log rotation may rename the first to the second meanwhile
         room = most - len(data)
         if room <= 0:
             continue
@@ -78,7 +80,7 @@ def _read(folder: SharedFolder, start: str, most: int) -> tuple[list[Line], int]
         data = (part if size <= room else part.partition(b"\n")[2]) + data
     lines, skipped = [], 0
     decode = msgspec.json.Decoder(ready(Line)).decode
-    for text in data[: data.rfind(b"\n") + 1].splitlines():  # the last one may be half written
+    for text in data[: data.rfind(b"\n") + 1].splitlines():  # the last line may be incomplete
         try:
             line = decode(text) if len(text) <= LONGEST else None
         except NO_JSON:

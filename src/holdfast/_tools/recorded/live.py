@@ -1,4 +1,4 @@
-"""What the ranks of a run do now, by what they have recorded: `holdfast watch`."""
+"""The current state of the ranks of a run, from their event logs: `holdfast watch`."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from holdfast._watch.verdict import listed
 from holdfast.errors import BadInput
 
 READ = 16 << 20
-"""Bytes of the logs of all ranks that one look reads."""
+"""Maximum number of bytes of all logs that one refresh reads."""
 NEWEST = 4
-"""Calls that may be not over: of earlier ones the end was lost."""
+"""Only this many newest calls may be running: an older one without an end has lost its last events."""
 ANSWERING = 30.0
-"""Seconds that a roll call takes, about; after that, ranks that have not answered don't."""
+"""Approximate duration of a roll call in seconds; no answers are expected after it."""
 
 
 class Doing(msgspec.Struct, frozen=True):
-    """Ranks that do the same."""
+    """Ranks with the same activity."""
 
     ranks: str
     does: str
     phase: str
     """The innermost phase of the program (`holdfast.events.phase`)."""
     seconds: float
-    """How long the first of them has done it."""
+    """The longest time that one of them has done it."""
 
 
 class State(msgspec.Struct, frozen=True):
-    """One look at a run."""
+    """The state of a run at one time."""
 
     ranks: int
-    """That have recorded events."""
+    """Number of ranks that have recorded events."""
     world: int
     doing: tuple[Doing, ...]
     """The fewest ranks first."""
     call: str
-    """The newest call that is not over, and who is behind in it; "" without one."""
+    """The newest running call, and the ranks that are behind in it; "" if none is running."""
     behind: tuple[int, ...]
     last_save: str
     roll_calls: tuple[str, ...]
     skipped: int
-    """Lines of the logs that are none."""
+    """Number of invalid log lines."""
     quiet: float = 0.0
-    """Seconds since the last event of any rank: what ranks did then may not be what they do now."""
+    """Seconds since the last event of any rank; if large, the state may be outdated."""
 
 
 class Looker:
-    """Looks at a run folder again and again."""
+    """Reads the state of a run folder repeatedly."""
 
     def __init__(self, run: str) -> None:
         if not os.path.isdir(run):
@@ -65,7 +65,7 @@ class Looker:
         self._called: tuple[tuple[str, int], Called] | None = None
 
     def look(self, now: float) -> State:
-        """Return what is so at this time, in seconds since 1970. Raises BadInput if the folder can't be
+        """Return the state of the run. now: the current Unix time. Raises BadInput if the folder can't be
         read."""
         logs = read_events(self._run, READ)
         timelines = [timeline_of(rank, lines) for rank, lines in logs.ranks.items()]
@@ -90,7 +90,7 @@ class Looker:
         names = roll_calls(self._run)
         if not names:
             return
-        # Read again only if there is something new.
+        # Read the newest roll call again only if its folder has changed.
         key = names[0], os.stat(os.path.join(self._run, ROLL_CALLS, names[0])).st_mtime_ns
         if self._called is None or self._called[0] != key:
             self._called = key, read_called(self._run, names[0])
@@ -124,7 +124,7 @@ def _doing(timelines: list[RankTimeline], now: float) -> list[Doing]:
 
 
 def _running(call: Call, behind: dict[int, str], now: float) -> str:
-    """Say how far a call is, as `save of step 3, for 12 s: 7 of 8 ranks wait; rank 3: writing, 40 %`."""
+    """Format the progress of a call, as `save of step 3, for 12 s; behind: rank 3: writing, 40%`."""
     phases: dict[str, list[int]] = defaultdict(list)
     for rank, phase in behind.items():
         phases[phase or "has not come"].append(rank)

@@ -1,7 +1,7 @@
-"""A run as one HTML page: its roll calls, what its ranks did and when, its saves, loads and waits.
+"""A run as one HTML page: its roll calls, the timeline of its ranks, its saves, loads and waits.
 
-The page of a thousand ranks is not larger than that of fifty: ranks that are like the others are drawn as one
-band, of which a part of the members is shown, and the shortest spans are left out beyond `SPANS` of them.
+The size of the page is bounded for any number of ranks: ranks without anomalies are drawn as one band that
+shows a sample of its members, and of more than `SPANS` spans the shortest are left out.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from holdfast._watch.verdict import TODO, listed
 from holdfast.errors import BadInput, HoldfastError
 
 ROWS = 32
-"""Ranks of which each has a row of its own; of more ranks, only as many as are unlike the others."""
+"""Up to this many ranks, each has its own row; with more ranks, only the outliers (at most `UNLIKE`)."""
 UNLIKE = 16
 DRAWN = 80
-"""Members of a band that are drawn."""
+"""Maximum number of members drawn in a band."""
 SPANS = 100_000
 CALLS = 1000
-"""Calls and waits that are listed: the newest."""
+"""Maximum number of listed calls, and of waits: the newest."""
 STEPS = 50
 _KIND = {
     "entered": "begin",
     **dict.fromkeys(("writing", "reading", "acting"), "move"),
     "committing": "commit",
 }
-"""How a phase of a call is drawn; the others are waits."""
+"""The drawing style of a call's phases; other phases are waits."""
 COLUMNS = 128
-"""Of the picture of which ranks are in a block."""
+"""Maximum number of columns in the strip that shows which ranks are in a block."""
 
 
 class Run:
-    """All that is recorded in a run folder, read once."""
+    """Everything recorded in a run folder, read once."""
 
     def __init__(self, folder: str) -> None:
-        """Raises BadInput if the folder has none of it, or can't be read."""
+        """Raises BadInput if the folder has no such data, or can't be read."""
         if not os.path.isdir(folder):
             raise BadInput(f"{folder} is no folder.", hint="Give the run folder of a job.")
         self.folder = folder
@@ -67,16 +67,16 @@ class Run:
             )
         times = [timeline.first for timeline in self.ranks.values() if timeline.last]
         self.begin = min(times, default=0.0)
-        # What lasts at the end lasts until the last that is known of any rank.
+        # Open spans are drawn up to the last event of any rank.
         self.end = max(
             [0.0, *(one.last for one in self.ranks.values()), *(one.at for one in self.called if self.ranks)]
         )
 
 
 def _steps(folder: str) -> list[tuple[int, float, int]]:
-    """Return the newest steps that are there: number, when it was committed, and ranks."""
+    """Return the newest committed steps: number, time of the commit, and number of ranks."""
     found = []
-    with suppress(HoldfastError):  # no run folder; what is recorded is shown
+    with suppress(HoldfastError):  # no run folder; show the recordings without steps
         store = open_store(folder)
         steps = committed_steps(store)
         for step in sorted(steps, reverse=True)[:STEPS]:
@@ -88,7 +88,7 @@ def _steps(folder: str) -> list[tuple[int, float, int]]:
 
 
 def facts(run: Run, now: float) -> Message:
-    """Return what the page shows, without the timeline. now: seconds since 1970."""
+    """Return the data of the page, without the timeline. now: the current Unix time."""
     told = waits(run.ranks.values())
     saves = [call for call in run.calls if call.kind == "save" and call.outcome == "committed"]
     return {
@@ -118,7 +118,7 @@ def facts(run: Run, now: float) -> Message:
 
 
 def page_of(run: Run, now: float) -> str:
-    """Return the page. now: seconds since 1970."""
+    """Return the HTML page. now: the current Unix time."""
     data = facts(run, now)
     if run.ranks:
         data["timeline"] = _timeline(run)
@@ -180,7 +180,7 @@ def _called(called: Called, is_newest: bool) -> Message:
 
 
 def _strip(ranks: tuple[int, ...], width: int, size: int) -> list[float]:
-    """Return which part of each column of ranks these are."""
+    """Return, for each column of ranks, the share of its ranks that are in `ranks`."""
     counts = Counter(rank // width for rank in ranks)
     return [round(counts[at] / min(width, size - at * width), 3) for at in range(-(-size // width))]
 
@@ -232,8 +232,8 @@ def _timeline(run: Run) -> Message:
 def _spans(
     timeline: RankTimeline, run: Run, names: dict[tuple[str, str], int], title_of: dict[int, int]
 ) -> list[tuple[int, int, int, int]]:
-    """Return name, call, begin and length of what a rank did, in thousandths of a second since the run's
-    begin."""
+    """Return the spans of a rank: indices of name and call, begin and length, in milliseconds since the begin
+    of the run."""
 
     def span(kind: str, name: str, call: int, begin: float, end: float | None) -> tuple[int, int, int, int]:
         at = names.setdefault((kind, name), len(names))

@@ -1,4 +1,4 @@
-"""What one rank did, by its event log: calls with their phases, phases of the program, and what was told."""
+"""The timeline of one rank from its event log: calls with their phases, program phases, and other events."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from holdfast._watch.collector import RANKS
 
 _TABLES = (TRANSITIONS, LOAD_TRANSITIONS, TASK_TRANSITIONS, CHOICE_TRANSITIONS)
 ORDER = {phase: at for table in _TABLES for at, phase in enumerate(table)}
-"""How far a rank is in a call, by its phase."""
+"""The position of each phase in its call."""
 FINAL = {phase for table in _TABLES for phase, following in table.items() if not following} | {"raised"}
 WORKING = {"entered", "writing", "committing", "reading", "acting"}
-"""Phases in which a rank has something to do; in the others it waits."""
+"""Phases in which a rank does its own work; in other phases it waits."""
 GOOD = ("committed", "loaded", "done", "chosen")
 CUT = "its process began anew"
 LABEL = 120
-"""Characters of a text."""
+"""Maximum length of a text."""
 
 
 class Part(NamedTuple):
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     name: str
     begin: float
     end: float | None
-    """None: it lasts."""
+    """None: it has not ended."""
 
     def seconds(self, now: float) -> float:
         return (now if self.end is None else self.end) - self.begin
@@ -46,12 +46,12 @@ class RankCall:
     end: float | None = None
     parts: list[Part] = field(default_factory=list)
     outcome: str = ""
-    """A phase of `FINAL`, or `CUT`; "" while it lasts."""
+    """A phase of `FINAL`, or `CUT`; "" until it ends."""
     error: str = ""
     bytes: float = 0.0
-    """That this rank has moved."""
+    """Bytes transferred by this rank so far."""
     bytes_total: float = 0.0
-    """That it is to move; 0: not known."""
+    """Total bytes to transfer; 0: not known."""
 
     def advance(self, phase: str, at: float) -> None:
         """Enter the next phase."""
@@ -65,34 +65,34 @@ class RankCall:
 
 @dataclass(slots=True)
 class RankTimeline:
-    """See the module. Times are seconds since 1970, by the clock of the rank's host."""
+    """See the module. Times are Unix times by the clock of the rank's host."""
 
     rank: int
     calls: list[RankCall] = field(default_factory=list)
     phases: list[Part] = field(default_factory=list)
-    """In the order of their ends; then those that last, the outermost first."""
+    """In the order of their ends, followed by the open phases, the outermost first."""
     told: list[Line] = field(default_factory=list)
-    """Events that are no phase: who is late, for example."""
+    """Events other than phases, such as reports of late ranks."""
     first: float = 0.0
     last: float = 0.0
     world: int = 0
-    """The size of the world, by this rank."""
+    """The world size recorded by this rank."""
     who: str = ""
     """The host and pid of its process."""
 
 
 def number(value: Json) -> float:
-    """Return a number that nobody has checked; 0 if it is none that can be counted with."""
+    """Convert an unchecked value to a number; 0 if it is not a usable one."""
     return float(value) if isinstance(value, int | float) and 0 <= value < 1e18 else 0.0
 
 
 def text(value: object, most: int = LABEL) -> str:
-    """Return a text that nobody has checked, short, with control characters escaped."""
+    """Convert an unchecked value to a short text, with control characters escaped."""
     return shortened(printable(value), most)
 
 
 def timeline_of(rank: int, lines: list[Line]) -> RankTimeline:
-    """Put the events of a rank together."""
+    """Build the timeline of a rank from its events."""
     found = RankTimeline(rank)
     open_calls: dict[tuple[str, str], RankCall] = {}
     open_phases: list[Part] = []
@@ -128,7 +128,7 @@ def timeline_of(rank: int, lines: list[Line]) -> RankTimeline:
         elif what in ORDER or what == "raised":
             if what == "entered" and key in open_calls:
                 open_calls.pop(key).advance(CUT, line.at)
-            # The begin may be in lines that are gone.
+            # The event of the begin may be lost to log rotation.
             since = line.at - number(line.fields.get("seconds"))
             if key not in open_calls:
                 open_calls[key] = RankCall(rank, text(kind), text(line.path), line.step, since)

@@ -1,5 +1,5 @@
-"""The timeline of a run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open: a process is a
-rank.
+"""Writes the timeline of a run as a Chrome trace for ui.perfetto.dev and chrome://tracing. Each rank is a
+process.
 
 Format: "Trace Event Format"
 (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU)."""
@@ -18,7 +18,7 @@ from holdfast._tools.recorded.timeline import RankTimeline, text
 
 
 def write_trace(run: Run, file: TextIO) -> int:
-    """Write the trace; return how many events it has."""
+    """Write the trace; return the number of its events."""
     file.write('{"displayTimeUnit":"ms","traceEvents":[')
     count = 0
     for event in _events(run):
@@ -44,7 +44,7 @@ class _Span(NamedTuple):
     begin: float
     end: float
     depth: int
-    """Of spans with one begin and end, the outer one has less."""
+    """Orders spans with the same begin and end: the outer one has the smaller depth."""
     name: str
     kind: str
     about: Message
@@ -78,8 +78,8 @@ def _spans(timeline: RankTimeline, run: Run) -> Iterator[_Span]:
 
 
 def _track(span: _Span, tracks: list[list[float]]) -> int:
-    """Return the first track in which a span lies inside of those that are open, or after them; a new one if
-    there is none. tracks: of each, the ends of the open spans, the outermost first."""
+    """Return the first track in which a span nests in the open spans or follows them; a new one if there is
+    none. tracks: for each track, the ends of its open spans, the outermost first."""
     for at, ends in enumerate(tracks):
         while ends and ends[-1] <= span.begin:
             ends.pop()
