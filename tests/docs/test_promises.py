@@ -165,8 +165,7 @@ def worlds(rank: int, folder: str, sessions: int) -> list[tuple[int, int, int]]:
 
 
 def count() -> tuple[int, int, int]:
-    """Threads of this process, of them Holdfast's, and descriptors, without garbage that a thread still held when
-    it ended."""
+    """Threads of this process, of them Holdfast's, and descriptors; garbage is collected, and does not count."""
     gc.collect()
     ours = sum(thread.name.startswith("holdfast") for thread in threading.enumerate())
     return len(os.listdir("/proc/self/task")), ours, len(descriptors())

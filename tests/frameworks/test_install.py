@@ -74,6 +74,26 @@ def speaks_while_its_client_is_held(rank: int) -> bool:
     return spoke and own[rank] == {}
 
 
+def installs_while_its_client_is_held(rank: int) -> bool:
+    """Call `install()` while another thread of the program waits in the message store, and go on."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    other_client = clone_store(store)
+    held = threading.Thread(target=store.wait, args=([f"go {rank}"], timedelta(seconds=60)))
+    held.start()
+    holdfast.install(checkpoints=False, guard=False)
+    returned = held.is_alive()
+    other_client.set(f"go {rank}", "")
+    held.join()
+    find_roster(holdfast.Job()).put(f"test/later/{rank}", {})
+    holdfast.uninstall()
+    return returned
+
+
+def test_install_does_not_wait_for_a_thread_that_waits_in_the_store() -> None:
+    with ProcessWorld(2) as world:
+        assert world.run(installs_while_its_client_is_held) == [True, True]
+
+
 def test_a_rank_that_goes_into_new_group_at_once_can_be_asked() -> None:
     """Such a call holds the program's client of the message store for as long as other ranks do not come."""
     with ProcessWorld(2) as world:

@@ -192,7 +192,7 @@ def test_the_driver_hears_which_actor_was_killed(cluster: Cluster) -> None:
             ray.get(reference, timeout=LIMIT)
         assert "RankFailed" in type(caught.value).__name__
         assert ended(str(caught.value))
-    assert time.monotonic() - begun < STALL + 30  # a busy machine
+    assert time.monotonic() - begun < STALL + 2
     wait_until(lambda: cluster.logs().count("ends: The session ended because of rank") >= TRAINERS - 1, 30)
 
 
@@ -214,5 +214,5 @@ def test_actors_answer_after_their_session_and_no_collective_of_theirs_hangs(clu
     assert len(set(answers(alive, "pid"))) == TRAINERS - 1
     found, took = errors(alive[1:], "steps", 1)
     assert len(found) == TRAINERS - 2
-    assert took < 60  # `grace` is 10 s, and a busy machine takes its time
+    assert took < 20  # `grace` is 10 s
     assert len(set(answers([alive[0], *cluster.spectators], "pid"))) == SPECTATORS + 1

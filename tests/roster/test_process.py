@@ -366,6 +366,7 @@ def test_a_process_without_a_free_signal_writes_no_stacks() -> None:
 # -- what a process does --------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 names no thread of gloo")
 def test_threads_that_wait_for_messages_of_gloo_are_no_activity() -> None:
     """They look at a clock, and use more of a core the busier the machine is."""
 
@@ -378,7 +379,7 @@ def test_threads_that_wait_for_messages_of_gloo_are_no_activity() -> None:
         }
         cpu, _ = activity()
         waits = {thread for thread, name in names.items() if name.startswith(("gloo_", "pt_gloo_"))}
-        assert waits or torch.__version__.startswith("2.6.")  # which names no thread
+        assert waits
         assert not waits & cpu.keys()
         assert threading.get_native_id() in cpu
         assert sum(cpu.values()) <= time.process_time()

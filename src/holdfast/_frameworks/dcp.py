@@ -21,6 +21,7 @@ from holdfast._core.background.async_save import async_save_into
 from holdfast._core.background.queue import LANE
 from holdfast._core.base.options import Options
 from holdfast._core.base.reporting import warn_once
+from holdfast._core.format.names import METADATA
 from holdfast._core.loading.job import run_load
 from holdfast._core.loading.request import LoadRequest
 from holdfast._core.protocol.call import Call, begin_call
@@ -305,6 +306,7 @@ class _Save(SaveJob):
                 may_be_empty=not state_dict,
                 # After the commit, because tools of DCP take a folder with `.metadata` for a checkpoint.
                 mark=lambda: mark(store, self._flat, given.save_id),
+                marks=(METADATA,),
             )
         )
 

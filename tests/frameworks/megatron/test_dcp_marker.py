@@ -52,7 +52,41 @@ def test_torchs_own_load_reads_it(folder: Path) -> None:
     assert torch.equal(state["decoder.w"], weight("decoder.w", 4, 3).data)
 
 
-def test_it_stays_a_checkpoint_of_megatron_and_one_of_dcp_is_none(folder: Path, tmp_path: Path) -> None:
+def test_it_stays_a_checkpoint_of_megatron(folder: Path) -> None:
     assert megatron.check_is_distributed_checkpoint(folder)
-    dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "dcp")
-    assert not megatron.check_is_distributed_checkpoint(tmp_path / "dcp")
+
+
+def test_a_save_by_dcp_in_its_place_is_one_of_dcp(folder: Path) -> None:
+    dcp.save({"v": torch.zeros(2)}, checkpoint_id=folder)
+    assert not (folder / "metadata.json").exists()
+    assert not megatron.check_is_distributed_checkpoint(folder)
+    assert set(stock.FileSystemReader(folder).read_metadata().state_dict_metadata) == {"v"}
+
+
+def test_a_save_by_megatron_in_place_of_dcps_is_one_of_megatron(tmp_path: Path) -> None:
+    dcp.save({"v": torch.zeros(2)}, checkpoint_id=tmp_path / "a")
+    assert not megatron.check_is_distributed_checkpoint(tmp_path / "a")
+    save({"w": weight("w", 2)}, tmp_path / "a")
+    assert megatron.check_is_distributed_checkpoint(tmp_path / "a")
+    assert "v" not in stock.FileSystemReader(tmp_path / "a").read_metadata().state_dict_metadata
+
+
+def test_a_save_without_marks_leaves_none_that_tell_of_the_old_names(folder: Path) -> None:
+    (folder / "notes.json").write_text("{}")
+    holdfast.save({"z": torch.zeros(2)}, folder, expected=None, job=JOB)
+    assert sorted(path.name for path in folder.iterdir()) == ["data", "index.safetensors", "notes.json"]
+
+
+def test_a_metadata_json_of_the_user_stays(tmp_path: Path) -> None:
+    holdfast.save({"z": torch.zeros(2)}, tmp_path / "a", job=JOB)
+    (tmp_path / "a" / "metadata.json").write_text('{"mine": 1}')
+    holdfast.save({"z": torch.ones(2)}, tmp_path / "a", job=JOB)
+    assert (tmp_path / "a" / "metadata.json").read_text() == '{"mine": 1}'
+
+
+def test_without_metadata_json_no_mark_of_dcps_is_left(tmp_path: Path) -> None:
+    """Its name is taken by a folder: the checkpoint is committed, and still one of Megatron's."""
+    (tmp_path / "a" / "metadata.json").mkdir(parents=True)
+    save({"w": weight("w", 2)}, tmp_path / "a")
+    assert not (tmp_path / "a" / ".metadata").exists()
+    assert megatron.check_is_distributed_checkpoint(tmp_path / "a")

@@ -145,6 +145,15 @@ def own_names(step: Store, named: Collection[str] = ()) -> list[str]:
     return data + [name for name in step.list() if _is_ours(step, name)]
 
 
+def remove_marks(step: Store, but: Collection[str] = ()) -> None:
+    """Delete Holdfast's marker files for other tools, except `but`. After an overwrite they would describe
+    the checkpoint that is gone. Never raises."""
+    with suppress(HoldfastError):
+        for name in entries(step, {METADATA, CONFIG} - set(but)):
+            if _is_ours(step, name):
+                step.delete(name)
+
+
 def _is_ours(step: Store, name: str) -> bool:
     if name == METADATA:
         return is_only_marked(step)

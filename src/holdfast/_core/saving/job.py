@@ -16,7 +16,7 @@ import msgspec
 from holdfast._core.base.values import Json
 from holdfast._core.format.names import WrittenFile, data_file
 from holdfast._core.io.file_writer import About, WriteRequest, discard, names_of, write_files
-from holdfast._core.io.old_steps import entries
+from holdfast._core.io.old_steps import entries, remove_marks
 from holdfast._core.io.unchanged import Earlier, recall, remember
 from holdfast._core.layout.tensor import Replica
 from holdfast._core.plan.save import plan_save
@@ -261,7 +261,10 @@ class SaveJob:
         return False
 
     def mark(self) -> None:
-        """Committer, after the commit: call `request.mark`."""
+        """Committer, after the commit: delete the markers of the replaced save, and call `request.mark`."""
+        assert self.commit is not None
+        if self.commit.replaced_version is not None:
+            remove_marks(self.store, but=self.request.marks)
         if self.request.mark is not None:
             self.request.mark()
 

@@ -168,17 +168,24 @@ def note_strategies(*strategies: object) -> None:
             )
 
 
+MARKS = (CONFIG, METADATA)
+"""The files that `mark` writes."""
+
+
 def mark(store: Store) -> None:
     """Write the files by which frameworks, and tools of torch DCP, recognise a distributed checkpoint.
     Holdfast looks for the index."""
-    write_after_commit(store, CONFIG, json.dumps(HOLDFAST_CONFIG))
-    # Second: `.metadata` alone would mark a save through DCP's functions.
-    dcp_metadata.mark(store, Flat(), save_id="")
+    # `.metadata` alone would mark a save through DCP's functions.
+    if write_after_commit(store, CONFIG, json.dumps(HOLDFAST_CONFIG)):
+        dcp_metadata.mark(store, Flat(), save_id="")
 
 
-def write_after_commit(store: Store, name: str, text: str) -> None:
-    """Replace a small file; only warn if that fails, because the checkpoint is committed."""
+def write_after_commit(store: Store, name: str, text: str) -> bool:
+    """Replace a small file, and return whether it is written; only warn if that fails, because the checkpoint
+    is committed."""
     try:
         replace_file(store, name, text.encode())
     except HoldfastError as error:
         log.warning("%s could not be written in %s: %s", name, store.url, error)
+        return False
+    return True

@@ -25,6 +25,7 @@ from holdfast._core.store.base import Store
 from holdfast._frameworks.guard import note_absent, note_committed
 from holdfast._frameworks.megatron import common as common_state
 from holdfast._frameworks.megatron import mcore, steps
+from holdfast._frameworks.megatron.metadata import MARKS
 from holdfast._frameworks.megatron.shards import Progression, WrittenCopies, to_save
 from holdfast.errors import IdleRanks, SaveFailed
 
@@ -87,6 +88,7 @@ def read_state_dict(
             copies=None if without else lambda: copies,  # the ranks that came are waited for
             report=lambda: report,
             merge_reports=merge,
+            marks=MARKS,
             **how,
         )
         return SaveJob(request)

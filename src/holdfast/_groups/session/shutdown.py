@@ -195,21 +195,10 @@ class Leaving:
         known = self.watch.known(first) if first is not None and first != self.watch.roster.rank else None
         if known is not None and first != self.watch.server:
             self.watch.wait_for("left", [known.who.rank], ends)
-            self._see_off(known, min(time.monotonic() + 2.0, ends))
+            see_off(known, min(time.monotonic() + 2.0, ends))
         self.leave_in_order(ends)
         if first == self.watch.server:  # it has waited for all others
-            self._see_off(known, ends)
-
-    def _see_off(self, known: Vitals | None, ends: float) -> None:
-        """Wait until the process of the rank that failed has ended, and its launcher has noticed.
-
-        This rank's own lines are printed by then, so the other rank's traceback comes last.
-        """
-        if known is None or not known.who.is_of_this_machine():
-            return
-        while known.who.state() and time.monotonic() < ends:
-            time.sleep(0.02)
-        time.sleep(NOTICED)
+            see_off(known, ends)
 
     def _let_go_of_saves(self, ends: float) -> None:
         """Wait for saves under way, then cancel the rest on all ranks, as a part of the session's failure."""
@@ -307,6 +296,22 @@ class Leaving:
         # `os._exit` follows, which flushes nothing.
         with suppress(Exception):
             sys.stdout.flush()
+
+
+def see_off(known: Vitals | None, ends: float) -> None:
+    """Wait until the process of the rank that failed has ended, and its launcher has noticed.
+
+    ends: of `time.monotonic()`: the latest time until which the end of that process is waited for.
+
+    This rank's own lines are printed by then, so the other rank's traceback comes last.
+    """
+    if known is None or not known.who.is_of_this_machine():
+        return
+    while known.who.state():
+        if time.monotonic() >= ends:
+            return
+        time.sleep(0.02)
+    time.sleep(NOTICED)
 
 
 def _world() -> object:
