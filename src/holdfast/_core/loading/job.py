@@ -43,7 +43,7 @@ from holdfast._core.ready import ready
 from holdfast._core.state.flatten import build_shard_table, select
 from holdfast._core.state.leaf import Leaf
 from holdfast._core.state.memory import BytesMemory, CallerStreams
-from holdfast._core.store.base import NotFound
+from holdfast._core.store.base import NotFound, bounded
 from holdfast.errors import (
     BadInput,
     CorruptCheckpoint,
@@ -62,7 +62,8 @@ class LoadJob:
     """
 
     def __init__(self, request: LoadRequest, offsets: OffsetExchange | None = None) -> None:
-        self.request, self.store, self._offsets = request, request.store, offsets
+        self.request, self._offsets = request, offsets
+        self.store = bounded(request.store, request.call.deadline)
         self.rank = request.call.rank
         self.table = ShardTable(self.rank)
         self.leaves: list[Leaf] = []

@@ -41,7 +41,7 @@ from holdfast._core.state.memory import ShiftedMemory, TensorMemory, torch_dtype
 from holdfast._core.state.reordered import as_ours
 from holdfast._core.store.base import Store, Writer, replace_file, storage_errors
 from holdfast._core.store.filesystem import make_durably
-from holdfast._core.store.local import LocalStore, open_store
+from holdfast._core.store.local import LocalStore, open_local, open_store
 from holdfast._core.store.pins import Pin
 from holdfast._core.store.whole_files import WholeFiles
 from holdfast._models.conversion.folder import carried, put_files, refuse_changed
@@ -116,8 +116,8 @@ def export_huggingface(
     call = begin_call(job_of(job).within(7200.0))
     return run_export(
         open_store(source),
-        open_store(like),
-        open_store(out),
+        open_local(like, "holdfast.export"),
+        open_local(out, "holdfast.export"),
         call,
         dtype=dtype,
         file_bytes=file_bytes,
