@@ -147,7 +147,7 @@ def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given:
     if isinstance(folder, str) and (url := _URL.match(folder)) and not takes(url[1]):
         raise OnlyTorch(
             f"holdfast.dcp.{call} has no store for {url[1]}:// places.",
-            hint="Give a path.",
+            hint="For s3://, gs:// and az://: pip install 'torch-holdfast[object]'.",
         )
     if type(storage).__name__ == "HuggingFaceStorageReader" and not _is_read(open_store(folder)):
         raise OnlyTorch(f"{os.fspath(folder)} is neither a checkpoint of Holdfast nor a published model.")

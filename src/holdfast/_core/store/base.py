@@ -123,6 +123,10 @@ class Capabilities(NamedTuple):
     safe."""
     sized: bool = False
     """Its `create(path, size)` takes about how many bytes the file will have."""
+    opens_at: bool = False
+    """Its `open(path, first)` takes from where on the file will be read, which saves a request."""
+    folders: bool = True
+    """A folder is there by itself, also empty, and has to be removed; and there may be links to folders."""
     at_once: bool = False
     """Its `stat_files(paths)` returns the entries of files, None for others, in the time of one look."""
     bounded: bool = False
@@ -205,6 +209,10 @@ class _SizedStore(Store, Protocol):
     def create(self, path: str, size: int = 0) -> Writer: ...
 
 
+class _OpeningStore(Store, Protocol):
+    def open(self, path: str, first: int = 0) -> Reader: ...
+
+
 class _AtOnceStore(Store, Protocol):
     def stat_files(self, paths: Sequence[str]) -> list[Entry | None]: ...
 
@@ -224,6 +232,13 @@ def create_sized(store: Store, path: str, size: int) -> Writer:
     if capabilities(store).sized:
         return cast("_SizedStore", store).create(path, size)
     return store.create(path)
+
+
+def open_at(store: Store, path: str, first: int) -> Reader:
+    """Open a file that is going to be read from `first` on (`Capabilities.opens_at`)."""
+    return (
+        cast("_OpeningStore", store).open(path, first) if capabilities(store).opens_at else store.open(path)
+    )
 
 
 def bounded(store: Store, deadline: Deadline) -> Store:

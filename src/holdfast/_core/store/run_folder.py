@@ -27,7 +27,7 @@ from holdfast._core.format.names import (
     TRAINER_STATE,
     is_marker,
 )
-from holdfast._core.store.base import FOLDERS, Entry, Folder, Kind, Store, look_at_files
+from holdfast._core.store.base import FOLDERS, Entry, Folder, Kind, Store, capabilities, look_at_files
 from holdfast._core.store.branches import is_left, left_behind
 from holdfast._core.store.local import open_store
 from holdfast.errors import BadInput, StorageError
@@ -48,7 +48,7 @@ _LOADED = (INDEX, METADATA, *_WEIGHTS[:2])
 LOOKED_AT = 200
 """Maximum number of folders with other names to check in a run folder without steps."""
 AT_ONCE = 16
-"""Steps that are looked at at once, from the newest on: usually that one is committed."""
+"""Steps that are looked at at once, if the newest one is not committed, as it usually is."""
 STEPS = 10**18
 """Steps are below this number, which tells them from times and hashes in a folder's name."""
 _STEP = re.compile(r"(?:step-|iter_)([0-9]{1,18})\Z")
@@ -175,7 +175,7 @@ def _committed(
     while (steps := by_step(store, names)) != looked:
         found = False
         for some in _batches(steps[::-1] if newest_first else steps):
-            look = _Look(store, [folder for _, folders in some for folder in folders])
+            look = Look(store, [folder for _, folders in some for folder in folders])
             for step, folders in some:
                 marked = best_of(store, folders, look)
                 if marked is not None:
@@ -187,11 +187,12 @@ def _committed(
 
 
 def _batches(steps: list[tuple[int, list[str]]]) -> Iterator[list[tuple[int, list[str]]]]:
-    for start in range(0, len(steps), AT_ONCE):
+    yield steps[:1]
+    for start in range(1, len(steps), AT_ONCE):
         yield steps[start : start + AT_ONCE]
 
 
-class _Look:
+class Look:
     """The entries of the marks of some folders, looked at all at once where the store can do that."""
 
     def __init__(self, store: Store, folders: list[str]) -> None:
@@ -316,5 +317,7 @@ def other_checkpoints(store: Store, names: list[str]) -> Iterator[Marked]:
 def is_linked(store: Store, folder: str) -> bool:
     """Return whether a step's folder, its data folder or its index is a link, whose target does not belong to
     this run."""
+    if not capabilities(store).folders:
+        return False
     entries = store.stat(folder), store.stat(f"{folder}/{DATA}"), store.stat(f"{folder}/{INDEX}")
     return any(entry is not None and entry.kind is Kind.LINK for entry in entries)

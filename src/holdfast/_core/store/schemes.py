@@ -7,22 +7,35 @@ object is called with the URL and returns a `holdfast.interfaces.Store`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import entry_points
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from holdfast._core.store.base import Store
 from holdfast.errors import HoldfastError, StorageError
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 GROUP = "holdfast.stores"
 # By name, so that they are imported when they are used. Without a look at entry points, because the writer
 # process sees no metadata of packages.
-_OURS: dict[str, str] = {}
+_OURS = dict.fromkeys(("s3", "gs", "az"), "holdfast._core.store.objects:open_objects")
+
+
+def _offered() -> dict[str, EntryPoint]:
+    from importlib.metadata import entry_points  # slow to import, and only other packages' stores need it
+
+    return {point.name: point for point in entry_points(group=GROUP)}
 
 
 def takes(scheme: str) -> bool:
     """Return whether there is a store for this scheme, and what it needs is installed."""
-    return scheme in _OURS or any(point.name == scheme for point in entry_points(group=GROUP))
+    if scheme not in _OURS:
+        return scheme in _offered()
+    with suppress(ImportError):
+        return bool(import_module("obstore"))
+    return False
 
 
 def store_at(scheme: str, url: str) -> Store:
@@ -30,7 +43,7 @@ def store_at(scheme: str, url: str) -> Store:
     if scheme in _OURS:
         module, _, name = _OURS[scheme].partition(":")
         return cast("Callable[[str], Store]", getattr(import_module(module), name))(url)
-    offered = {point.name: point for point in entry_points(group=GROUP)}
+    offered = _offered()
     if scheme not in offered:
         # Not the whole URL, which may hold a password.
         known = ", ".join(f"{name}://" for name in sorted({*_OURS, *offered}))
