@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
@@ -16,6 +17,7 @@ from types import UnionType
 
 from holdfast._frameworks import torch_checkpoint, trainers
 from holdfast._frameworks.deepspeed import engine as deepspeed
+from holdfast._frameworks.folders import refuse_urls
 from holdfast._frameworks.guard import guarded
 from holdfast._frameworks.huggingface import patches as huggingface
 from holdfast._frameworks.megatron import patches as megatron
@@ -255,7 +257,9 @@ def guard_of(
         @wraps(function)
         def call(*args: object, **named: object) -> object:
             reached(f"{module}.{name}")
-            told = _told_apart(function, args, named, told_by)
+            given = _arguments(function, args, named)
+            refuse_urls(place, given)
+            told = _told_apart(given, told_by)
             with guarded(name, call=told, like_stock=True, job=settings.of_a_guard()):
                 return function(*args, **named)
 
@@ -264,20 +268,20 @@ def guard_of(
     return Replacement(module, name, "guard", make, optional=optional)
 
 
-def _told_apart(
-    function: Callable[..., object],
-    args: tuple[object, ...],
-    named: dict[str, object],
-    kinds: type | UnionType | tuple[()],
-) -> str:
+def _arguments(
+    function: Callable[..., object], args: tuple[object, ...], named: dict[str, object]
+) -> dict[str, object]:
+    """Return the arguments of a call by name; none if they are wrong, as the function itself then says."""
+    with suppress(TypeError, ValueError):
+        return inspect.signature(function).bind(*args, **named).arguments
+    return {}
+
+
+def _told_apart(given: Mapping[str, object], kinds: type | UnionType | tuple[()]) -> str:
     """Return a text that identifies a call: equal on all ranks, different for each call; "" if there is none.
 
     kinds: types of arguments that may be used.
     """
-    try:
-        given = inspect.signature(function).bind(*args, **named).arguments
-    except (TypeError, ValueError):  # the function itself raises the error for its arguments
-        return ""
     for path in TELLING_APART:
         first, *attributes = path.split(".")
         value = given.get(first)

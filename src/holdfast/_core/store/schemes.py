@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GROUP = "holdfast.stores"
 # By name, so that they are imported when they are used. Without a look at entry points, because the writer
 # process sees no metadata of packages.
-_OURS = dict.fromkeys(("s3", "gs", "az"), "holdfast._core.store.objects:open_objects")
+OURS = dict.fromkeys(("s3", "gs", "az"), "holdfast._core.store.objects:open_objects")
 
 
 def _offered() -> dict[str, EntryPoint]:
@@ -31,7 +31,7 @@ def _offered() -> dict[str, EntryPoint]:
 
 def takes(scheme: str) -> bool:
     """Return whether there is a store for this scheme, and what it needs is installed."""
-    if scheme not in _OURS:
+    if scheme not in OURS:
         return scheme in _offered()
     with suppress(ImportError):
         return bool(import_module("obstore"))
@@ -40,13 +40,13 @@ def takes(scheme: str) -> bool:
 
 def store_at(scheme: str, url: str) -> Store:
     """Return the store at a URL. Raises StorageError if none takes this scheme."""
-    if scheme in _OURS:
-        module, _, name = _OURS[scheme].partition(":")
+    if scheme in OURS:
+        module, _, name = OURS[scheme].partition(":")
         return cast("Callable[[str], Store]", getattr(import_module(module), name))(url)
     offered = _offered()
     if scheme not in offered:
         # Not the whole URL, which may hold a password.
-        known = ", ".join(f"{name}://" for name in sorted({*_OURS, *offered}))
+        known = ", ".join(f"{name}://" for name in sorted({*OURS, *offered}))
         raise StorageError(
             f"There is no store for {scheme}:// places here; there are {known} and plain paths.",
             hint=f"A package can offer one, by an entry point of the group {GROUP}.",
