@@ -30,7 +30,6 @@ from holdfast._core.store.base import Folder, Store
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
 from holdfast._models.huggingface.slice_writer import Fetched, SliceWriter
-from holdfast._models.views.hugging_face import PublishedModel
 from holdfast._models.views.needs import (
     Needs,
     of_published,
@@ -39,6 +38,7 @@ from holdfast._models.views.needs import (
     sizes_stored,
     together,
 )
+from holdfast._models.views.published_model import PublishedModel
 from holdfast._models.views.rank_share import share_of, stages_of
 from holdfast.errors import BadInput, DeadlineExceeded
 
