@@ -37,24 +37,44 @@ def open_source(store: Store) -> Iterator[Source]:
 def choose_source(store: Store, opened: ExitStack) -> Source:
     """Return the source of the checkpoint in a folder. Its files are closed with `opened`. NotCommitted if
     there is none."""
-    # First: a folder with a Holdfast index and `.metadata` is a Holdfast checkpoint with a marker for tools
-    # of DCP.
-    index = _index(store, INDEX, opened)
-    if index is not None and not _is_model(index):
-        return index
-    if index is None:
-        index = _index(store, SLICE, opened)
-        if index is not None and read_origin(index.about, index.where).kind == CHECKPOINT:
-            return Slice(index)
-    if index is None:
-        metadata = read_file(store, METADATA, METADATA_BYTES)
-        if metadata is not None and not is_marker(metadata):
-            return opened.enter_context(closing(TorchDist(store, metadata)))
-    for open_registered in registered_openers():
-        source = open_registered(store, index)
+    # The index first: a folder that has one, and `.metadata`, is a Holdfast checkpoint with a marker for
+    # tools of DCP.
+    for find in (_checkpoint, _slice, _torch_dist, _registered):
+        source = find(store, opened)
         if source is not None:
             return source
     raise nothing_there(store)
+
+
+def _checkpoint(store: Store, opened: ExitStack) -> Source | None:
+    """Return the Holdfast checkpoint, or the published model that was imported as one."""
+    index = _index(store, INDEX, opened)
+    notes = index.about.get("notes") if index is not None else None
+    imported = isinstance(notes, dict) and notes.get("imported") == IMPORTED_MODEL
+    return _registered(store, opened, index) if imported else index
+
+
+def _slice(store: Store, opened: ExitStack) -> Source | None:
+    """Return the parts of a checkpoint, or of a published model, that were fetched."""
+    index = _index(store, SLICE, opened)
+    if index is None:
+        return None
+    kind = read_origin(index.about, index.where).kind
+    return Slice(index) if kind == CHECKPOINT else _registered(store, opened, index)
+
+
+def _torch_dist(store: Store, opened: ExitStack) -> Source | None:
+    """Return the checkpoint of torch DCP or megatron-core."""
+    metadata = read_file(store, METADATA, METADATA_BYTES)
+    if metadata is None or is_marker(metadata):
+        return None
+    return opened.enter_context(closing(TorchDist(store, metadata)))
+
+
+def _registered(store: Store, opened: ExitStack, index: Index | None = None) -> Source | None:
+    """Return the source of a registered format."""
+    sources = (open_registered(store, index) for open_registered in registered_openers())
+    return next((source for source in sources if source is not None), None)
 
 
 def _index(store: Store, name: str, opened: ExitStack) -> Index | None:
@@ -63,12 +83,6 @@ def _index(store: Store, name: str, opened: ExitStack) -> Index | None:
     except NotFound:
         return None
     return Index(reader.read, reader.size, f"{store.url}/{name}")
-
-
-def _is_model(index: Index) -> bool:
-    """Return whether an index describes a published model that was imported."""
-    notes = index.about.get("notes")
-    return isinstance(notes, dict) and notes.get("imported") == IMPORTED_MODEL
 
 
 class TorchDist:
