@@ -17,12 +17,12 @@ from holdfast._core.format.limits import METADATA_BYTES
 from holdfast._core.format.names import IMPORTED_MODEL, INDEX, METADATA, SLICE, is_marker
 from holdfast._core.format.slice import CHECKPOINT, read_origin
 from holdfast._core.io import registered_openers
-from holdfast._core.io.index_file import nothing_there
 from holdfast._core.io.open_files import OnDemand, OpenFiles
 from holdfast._core.io.slice import Slice
 from holdfast._core.io.small_files import read_file
 from holdfast._core.io.source import Source
 from holdfast._core.layout.tensor import OBJECT, dtype_code
+from holdfast._core.store.absence import nothing_there
 from holdfast._core.store.base import NotFound, Reader, Store
 from holdfast.errors import CorruptCheckpoint
 
