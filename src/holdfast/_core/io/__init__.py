@@ -4,7 +4,8 @@ No torch and no messages between ranks. `file_writer` writes one rank's files, `
 plan, `open_checkpoint` opens whatever can be loaded. Imported by `saving`, `loading`, `background` and
 `maintenance`.
 
-Formats that the core does not know are registered here. Not in a module: `import holdfast` imports this one.
+Formats that the core does not know are registered here, not in a module beside, because `import holdfast`
+registers one and should import little.
 """
 
 from __future__ import annotations
