@@ -3,12 +3,14 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.store.faults import open_below
 from tests.support.processes import PRELOAD
 
 PRELOAD.append("tests.frameworks.megatron.preload")
@@ -79,5 +81,5 @@ def few_descriptors() -> Iterator[None]:
     yield
     if len(os.listdir("/proc/self/fd")) > FEW:
         gc.collect()
-        left = len(os.listdir("/proc/self/fd"))
-        assert left <= FEW, f"{left} descriptors are open"
+        left = open_below("")
+        assert len(left) <= FEW, Counter(left).most_common(20)
