@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast._frameworks.frameworks import FRAMEWORKS, TELLING_APART, Framework, replacements_of
+from holdfast._frameworks.framework import Framework
+from holdfast._frameworks.frameworks import FRAMEWORKS
 from holdfast._frameworks.patching import Replacement
+from holdfast._frameworks.replacing import replacements_of
 from holdfast._frameworks.settings import Settings
 
 NOT_IN = {
@@ -88,7 +90,7 @@ def test_every_name_is_one_of_the_package(framework: Framework) -> None:
 def test_every_save_tells_its_calls_apart(framework: Framework) -> None:
     """A guarded save has an argument by which ranks know one call from the next."""
     saves = [place for place in framework.guards if ".save" in place.replace(":", ".") or ":save" in place]
-    told, first = 0, {path.partition(".")[0] for path in TELLING_APART}
+    told, first = 0, {path.partition(".")[0] for path in framework.told_by}
     for place in saves:
         module, _, name = place.partition(":")
         try:

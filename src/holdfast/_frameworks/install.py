@@ -31,10 +31,11 @@ from holdfast._core.roster.beacon import Beacon, beacon_of
 from holdfast._core.roster.process import stack_dump
 from holdfast._core.roster.tcp_client import PATIENCE
 from holdfast._core.torch_private import forget_groups
-from holdfast._frameworks.frameworks import FRAMEWORKS, NAMES, Framework, guard_of, replacements_of
+from holdfast._frameworks.framework import Framework
+from holdfast._frameworks.frameworks import FRAMEWORKS, NAMES, version_of
 from holdfast._frameworks.patching import Patches, Replacement, rebind, undo
+from holdfast._frameworks.replacing import guard_of, replacements_of
 from holdfast._frameworks.settings import Settings
-from holdfast._frameworks.versions import version_of
 from holdfast._groups.audit.doctor import serve, stop
 from holdfast._groups.audit.known import affects, versions_here
 from holdfast._groups.ending.system_exit import forget_exits, how_it_ended, see_exits
