@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import holdfast
 from holdfast._core.io import open_files
 from holdfast._core.store.local import LocalStore
-from holdfast._frameworks import torch_dist
+from holdfast._frameworks.torch_dcp import torch_dist
 from holdfast._frameworks.torch_dcp.torch_dist import export_torch_dist, import_torch_dist
 from holdfast.errors import CorruptCheckpoint, LoadFailed, MissingTensors, NotCommitted
 
