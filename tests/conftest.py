@@ -27,7 +27,7 @@ settings.register_profile("holdfast", deadline=None, database=None, derandomize=
 settings.load_profile("holdfast")
 
 LONG = """
-frameworks/test_ray.py
+frameworks/ray/test_ray.py
 roster/test_hosts.py
 promises/test_keys.py
 groups/session/test_session.py
@@ -35,7 +35,7 @@ docs/test_programs.py
 protocol/test_liveness.py
 system/test_conversions.py
 docs/test_recipes.py
-frameworks/test_bridge.py
+frameworks/megatron_bridge/test_bridge.py
 promises/test_strangers.py
 test_late.py
 promises/test_run_owner.py
@@ -46,14 +46,14 @@ system/test_async.py
 watch/test_faults.py
 frameworks/huggingface/test_views.py
 protocol/test_simulation.py
-frameworks/fsdp/test_megatron_fsdp.py
+frameworks/megatron_fsdp/test_megatron_fsdp.py
 system/test_ranks.py
 frameworks/megatron/test_checkpointing.py
 frameworks/megatron/test_fused.py
 test_strangers.py
 groups/lifecycle/test_warm_up.py
 run/test_interrupts.py
-frameworks/test_deepspeed.py
+frameworks/deepspeed/test_deepspeed.py
 saving/test_unchanged.py
 system/test_crash.py
 cli/test_run.py

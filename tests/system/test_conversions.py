@@ -22,7 +22,7 @@ import holdfast
 from holdfast import huggingface
 from holdfast._core.saving import cleanup, commit
 from holdfast._core.store import filesystem
-from holdfast._frameworks.torch_dist import export_torch_dist, import_torch_dist
+from holdfast._frameworks.torch_dcp.torch_dist import export_torch_dist, import_torch_dist
 from holdfast._tools.checkpoints.verify import Verified, verify
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
 from tests.cli.test_fetch import CONFIG, tensors_of

@@ -35,7 +35,7 @@ def command(
         return
     if like or dtype or partial:
         raise click.UsageError("--like, --dtype and --partial are for hf.")
-    from holdfast._frameworks.torch_dist import export_torch_dist
+    from holdfast._frameworks.torch_dcp.torch_dist import export_torch_dist
 
     with output.progress(f"export {source}") as advance:
         written = export_torch_dist(source, out, progress=advance)

@@ -33,7 +33,7 @@ def command(kind: str, source: str, out: str, step: int | None, fingerprint: boo
     from holdfast._core.base.options import Options
     from holdfast._core.protocol.job import Job
     from holdfast._frameworks.deepspeed.importing import import_zero
-    from holdfast._frameworks.torch_dist import import_torch_dist
+    from holdfast._frameworks.torch_dcp.torch_dist import import_torch_dist
     from holdfast._models.huggingface.importing import import_huggingface
 
     with output.progress(f"import {source}") as advance:

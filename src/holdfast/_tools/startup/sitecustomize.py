@@ -41,19 +41,15 @@ def _install(module: ModuleType) -> None:
         # Holdfast itself has imported torch, and is half loaded. Once a framework is imported it is complete.
         import wrapt
 
-        for package in _FRAMEWORKS:
+        from holdfast._frameworks.frameworks import TRAINING
+
+        for package in TRAINING:
             wrapt.register_post_import_hook(_install, package)
         return
     arguments = read_install()
     if arguments is not None and not is_installed():
         job = dict(arguments.pop("job", {}))
         install(**arguments, job=Job(**{**job, "options": Options(**job.get("options", {}))}))
-
-
-_FRAMEWORKS = (
-    *("megatron.core", "verl", "swift", "nemo_rl", "torchtitan", "deepspeed"),
-    *("accelerate", "transformers", "lightning", "pytorch_lightning"),
-)
 
 
 def _begin() -> None:
