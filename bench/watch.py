@@ -65,10 +65,10 @@ def answer(number: int, late: bool) -> dict[str, Any]:
     import msgspec
 
     from holdfast._watch.answering import Answer
-    from holdfast._watch.evidence import Call, Operation, Rank, Source, Stack
+    from holdfast._watch.evidence import Call, Operation, Rank, SourceLine, Stack
     from holdfast._watch.own_stacks import stacks_here
 
-    here = Source("roll call")
+    here = SourceLine("roll call")
     train = Call("train", "train.py", 80 if late else 90)
     torchs = "torch/distributed/distributed_c10d.py"
     inner = (Call("plan", "plan.py", 5),) if late else (Call("all_reduce", torchs, 3000),)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from holdfast._core.process.recording import BEGUN, EVENTS, Line
-from holdfast._watch.evidence import Call, Operation, Rank, Source, Stack
+from holdfast._watch.evidence import Call, Operation, Rank, SourceLine, Stack
 from holdfast._watch.read import ROLL_CALLS
 
 HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=document.title="owned">\x1b[31m'
@@ -63,7 +63,7 @@ def lines(rank: int, world: int, saves: int) -> Any:
 
 def answer(rank: int, world: int) -> Any:
     """What one rank answers: all wait, and one is at work."""
-    here = Source("roll call")
+    here = SourceLine("roll call")
     program = (
         Call("evaluate", "/job/eval.py", 88),
         Call("main", "/job/train.py", 40),

@@ -17,11 +17,11 @@ from holdfast._core.base.shared_folder import SharedFolder
 from holdfast._tools.cli import doctor
 from holdfast._watch import shared_call
 from holdfast._watch.diagnose import diagnose
-from holdfast._watch.evidence import Operation, Rank, Source
+from holdfast._watch.evidence import Operation, Rank, SourceLine
 from holdfast._watch.read import read_all
 from holdfast._watch.shared_call import Part, ask_for_call, parts, take_part, wait_for_answers, waiting_call
 
-HERE = Source("roll call")
+HERE = SourceLine("roll call")
 
 
 def test_a_call_that_was_asked_for_waits_for_each_job(tmp_path: Path) -> None:

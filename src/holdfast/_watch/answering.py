@@ -28,7 +28,7 @@ from holdfast._core.roster.process import ENDED, Identity
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose, waited_for_memory
 from holdfast._watch.dumps import read_roll_call, read_stacks
-from holdfast._watch.evidence import CUT_OFF, Ending, Evidence, Rank, Source, Stack
+from holdfast._watch.evidence import CUT_OFF, Ending, Evidence, Rank, SourceLine, Stack
 from holdfast._watch.own_stacks import Look, activity_here, stacks_here
 from holdfast._watch.places import told
 from holdfast._watch.shared_call import ROLL_CALLS, Part, folder_of, parts, read_answers, take_part
@@ -223,7 +223,7 @@ class Answering:
         for name, answer in list(read.items()):
             read_roll_call(answer, to, name)
         for part in others:
-            to.remark("job", part.said(), Source("roll call"))
+            to.remark("job", part.said(), SourceLine("roll call"))
 
     def _answers(self, ranks: Sequence[int]) -> dict[int, Message]:
         answers = self._base.get([f"roll/{self._number}/{rank}" for rank in ranks])
@@ -343,7 +343,9 @@ def _ending(seen: Seen) -> Ending:
     clean = clean or (seen.gone is not None and seen.gone.clean) or seen.ended == "its program has ended"
     clean = clean or _SUCCESS.search(seen.ended) is not None
     # An end of unknown kind (ENDED) may have been a success.
-    return Ending(seen.ended, Source("kernel"), is_clean=clean, is_cause=not clean and seen.ended != ENDED)
+    return Ending(
+        seen.ended, SourceLine("kernel"), is_clean=clean, is_cause=not clean and seen.ended != ENDED
+    )
 
 
 def summary(why: str, found: Diagnosis, evidence: Evidence, folder: str) -> str:

@@ -16,7 +16,7 @@ from holdfast._watch.evidence import (
     Progress,
     Rank,
     Remark,
-    Source,
+    SourceLine,
     Stack,
 )
 from holdfast._watch.looks_like import Part
@@ -101,12 +101,12 @@ class Collector:
         if at is not None:
             self._ended[ending] = at
 
-    def once(self, kind: str, text: str, source: Source, *values: str) -> None:
+    def once(self, kind: str, text: str, source: SourceLine, *values: str) -> None:
         """Add a remark, unless there is one of this kind with the same values."""
         if not any(one.values == values for one in self._remarks.get(kind, ())):
             self.remark(kind, text, source, *values)
 
-    def alike(self, parts: Iterable[Part], text: str, source: Source) -> None:
+    def alike(self, parts: Iterable[Part], text: str, source: SourceLine) -> None:
         """Add matching parts of fingerprints, each part once."""
         for part in parts:
             self.once("looks like", text.strip(), source, *part)
@@ -132,7 +132,7 @@ class Collector:
         # After a restart by the launcher, the next timeout comes at least one limit later.
         return abs(at - self._first[0]) <= max(60.0, self._first[1], limit or 0.0)
 
-    def note_opening(self, name: str, size: int, rank: int, source: Source, is_ready: bool) -> None:
+    def note_opening(self, name: str, size: int, rank: int, source: SourceLine, is_ready: bool) -> None:
         """Record that a communicator begins to open on a rank, or is open there."""
         one = self._opening.setdefault(name, Opening(name, size, {}, set()))
         if is_ready:
@@ -142,7 +142,7 @@ class Collector:
         if one.begun.keys() <= one.ready or len(self._opening) > RANKS:
             del self._opening[name]
 
-    def remark(self, kind: str, text: str, source: Source, *values: str) -> None:
+    def remark(self, kind: str, text: str, source: SourceLine, *values: str) -> None:
         self._keep(self._remarks.setdefault(kind, []), Remark(kind, text[:400], source, values))
 
     def evidence(self) -> Evidence:

@@ -16,7 +16,7 @@ import msgspec
 from holdfast._core.format.pickle_reader import BadPickle, Global, PickleReader, first
 from holdfast._core.ready import ready
 from holdfast._watch.collector import Collector
-from holdfast._watch.evidence import Call, Operation, Progress, Rank, Source, Stack
+from holdfast._watch.evidence import Call, Operation, Progress, Rank, SourceLine, Stack
 from holdfast._watch.looks_like import parts_of_call
 from holdfast._watch.names import group_name
 from holdfast._watch.ras import read_ras_json
@@ -87,7 +87,7 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
 
     def end_thread() -> None:
         if calls:
-            threads.append(Stack(thread, tuple(calls), Source(name, began), dict(names)))
+            threads.append(Stack(thread, tuple(calls), SourceLine(name, began), dict(names)))
         calls.clear()
         names.clear()
 
@@ -188,13 +188,13 @@ def _record(record: Any, to: Collector, name: str, rank: int | None) -> None:
             hint="Give files whose names end in the rank.",
         )
     try:
-        operations_of(record, to, Source(name), rank)
+        operations_of(record, to, SourceLine(name), rank)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BadInput(f"{name} is no flight record: {type(error).__name__}: {error}.") from None
 
 
 def operations_of(
-    record: Any, to: Collector, source: Source, rank: int, now: float | None = None
+    record: Any, to: Collector, source: SourceLine, rank: int, now: float | None = None
 ) -> dict[str, str]:
     """Read the entries of a flight record: pending operations, and the last completed one of each group.
     Return the names of the groups by their numbers in the record.
@@ -224,7 +224,7 @@ def operations_of(
     return groups
 
 
-def progress_of(record: Any, groups: Mapping[str, str], source: Source) -> Iterator[Progress]:
+def progress_of(record: Any, groups: Mapping[str, str], source: SourceLine) -> Iterator[Progress]:
     """Yield the progress of each group. groups: their names by number in the record."""
     for key, status in (record.get("pg_status") or {}).items():
         enqueued, done = (int(status.get(f"last_{of}_collective", -1)) for of in ("enqueued", "completed"))
@@ -232,7 +232,7 @@ def progress_of(record: Any, groups: Mapping[str, str], source: Source) -> Itera
             yield Progress(groups.get(key, key), enqueued, done, source)
 
 
-def _operation(entry: Any, group: str, source: Source, now: float | None) -> Operation:
+def _operation(entry: Any, group: str, source: SourceLine, now: float | None) -> Operation:
     backend, _, called = str(entry["profiling_name"]).partition(":")
     done = entry.get("retired") or entry["state"] == "completed"
     state = "completed" if done else str(entry["state"])

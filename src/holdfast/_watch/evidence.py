@@ -15,7 +15,7 @@ import msgspec
 from holdfast._watch.names import family
 
 
-class Source(NamedTuple):
+class SourceLine(NamedTuple):
     """The file and line from which a value was read."""
 
     file: str
@@ -26,7 +26,7 @@ class Source(NamedTuple):
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
-ROLL_CALL = Source("roll call")
+ROLL_CALL = SourceLine("roll call")
 """The source of a rank's own answer."""
 
 
@@ -63,7 +63,7 @@ class Stack(msgspec.Struct, frozen=True):
     thread: str
     calls: tuple[Call, ...]
     """Innermost first."""
-    source: Source
+    source: SourceLine
     names: dict[str, str] = {}
     """Known arguments: `group_name` and `members` of a group being opened, and `peer`, the peer of a `recv`
     or `send`, or the source of a broadcast."""
@@ -87,7 +87,7 @@ class Operation(msgspec.Struct, frozen=True):
     state: str
     """`scheduled`, `started`, `completed`, or `timed out`. Only with NCCL does `scheduled` mean that it has
     not started: other backends do not record the start."""
-    source: Source
+    source: SourceLine
     sizes: tuple[int, ...] = ()
     """Numbers of input and output elements, if known."""
     types: str = ""
@@ -123,14 +123,14 @@ class Progress(msgspec.Struct, frozen=True):
     group: str
     enqueued: int
     completed: int
-    source: Source
+    source: SourceLine
 
 
 class Ending(msgspec.Struct, frozen=True):
     """The end of a rank, or an error that it raised."""
 
     what: str
-    source: Source
+    source: SourceLine
     is_clean: bool = False
     """Did it end by itself, with exit code 0?"""
     is_cause: bool = True
@@ -166,7 +166,7 @@ class Rank(msgspec.Struct, frozen=True):
     state: str = ""
     """The process state by the kernel, such as `stopped by a signal`."""
     phase: str = ""
-    last: Source | None = None
+    last: SourceLine | None = None
     """The last line read from this rank."""
 
     @property
@@ -179,7 +179,7 @@ class Remark(msgspec.Struct, frozen=True):
 
     kind: str
     text: str
-    source: Source
+    source: SourceLine
     values: tuple[str, ...] = ()
 
 
@@ -188,7 +188,7 @@ class Opening(msgspec.Struct, frozen=True):
 
     name: str
     size: int
-    begun: dict[int, Source]
+    begun: dict[int, SourceLine]
     """The source of the line that says so, by rank."""
     ready: set[int]
 

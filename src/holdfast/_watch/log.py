@@ -10,7 +10,7 @@ from typing import BinaryIO
 from holdfast._watch import log_lines as form
 from holdfast._watch import looks_like
 from holdfast._watch.collector import RANKS, Collector
-from holdfast._watch.evidence import UNKNOWN, Call, Ending, Operation, Progress, Source
+from holdfast._watch.evidence import UNKNOWN, Call, Ending, Operation, Progress, SourceLine
 from holdfast._watch.names import group_name
 
 BLOCK = 4 << 20
@@ -117,7 +117,7 @@ class LogReader:
     def read(self, file: BinaryIO) -> None:
         for number, raw in lines_that_tell(file):
             line = form.without_prefix(raw)
-            source = Source(self._name, number)
+            source = SourceLine(self._name, number)
             self._to.hidden += line.repeated
             rank = line.rank if line.rank is not None else self._own
             if rank is not None:
@@ -146,7 +146,7 @@ class LogReader:
 
     # -- Holdfast itself, and torch's stack of the collective that has failed -------------------------------
 
-    def _own_words(self, line: form.Prefixed, source: Source) -> bool:
+    def _own_words(self, line: form.Prefixed, source: SourceLine) -> bool:
         """Read Holdfast's own messages about a wait: a single line, or the lines of a roll call."""
         is_own = form.OWN.search(line.text) is not None
         follows = line.stream == self._telling and line.text.startswith("  ")
@@ -172,7 +172,7 @@ class LogReader:
 
     # -- torch ------------------------------------------------------------------------------------------
 
-    def _watchdog(self, text: str, rank: int | None, source: Source) -> bool:
+    def _watchdog(self, text: str, rank: int | None, source: SourceLine) -> bool:
         if (found := form.TIMEOUT.search(text)) is not None:
             number = int(found["number"] or UNKNOWN)
             sizes = tuple(int(found[name]) for name in ("in", "out") if found[name] is not None)
@@ -198,7 +198,7 @@ class LogReader:
 
     # -- NCCL -------------------------------------------------------------------------------------------
 
-    def _nccl(self, text: str, source: Source) -> bool:
+    def _nccl(self, text: str, source: SourceLine) -> bool:
         if (found := form.NCCL.search(text)) is None:
             return False
         process, said = f"{found['host']}:{found['pid']}", found["text"]
@@ -220,7 +220,7 @@ class LogReader:
 
     # -- launchers and Python -----------------------------------------------------------------------------
 
-    def _by_itself(self, text: str, source: Source) -> bool:
+    def _by_itself(self, text: str, source: SourceLine) -> bool:
         """Read a self-contained line, or a line from the summary of failures by torchrun or srun."""
         if (size := form.WORLD.search(text)) is not None:
             self._to.note_world(int(size[1]))
@@ -258,7 +258,7 @@ class LogReader:
             return size is not None
         return True
 
-    def _python(self, line: form.Prefixed, rank: int | None, source: Source) -> None:
+    def _python(self, line: form.Prefixed, rank: int | None, source: SourceLine) -> None:
         """Read the tracebacks of errors that end a rank."""
         stream, text = line.stream, line.text
         if "Traceback (most recent" in text:

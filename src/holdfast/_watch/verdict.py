@@ -8,14 +8,14 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast._core.layout.ranks import ranks_text
-from holdfast._watch.evidence import Call, Source
+from holdfast._watch.evidence import Call, SourceLine
 
 
 class Observation(NamedTuple):
     """A fact from the evidence, with its source."""
 
     what: str
-    source: Source | None = None
+    source: SourceLine | None = None
 
 
 class Place(NamedTuple):
