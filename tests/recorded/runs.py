@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from holdfast._core.process.recording import BEGUN, EVENTS, Line
-from holdfast._watch.evidence import Call, Operation, Rank, SourceLine, Stack
+from holdfast._watch.evidence import Frame, Operation, Rank, SourceLine, Stack
 from holdfast._watch.read import ROLL_CALLS
 
 HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=document.title="owned">\x1b[31m'
@@ -65,12 +65,12 @@ def answer(rank: int, world: int) -> Any:
     """What one rank answers: all wait, and one is at work."""
     here = SourceLine("roll call")
     program = (
-        Call("evaluate", "/job/eval.py", 88),
-        Call("main", "/job/train.py", 40),
-        Call("<module>", "/job/train.py", 51),
+        Frame("evaluate", "/job/eval.py", 88),
+        Frame("main", "/job/train.py", 40),
+        Frame("<module>", "/job/train.py", 51),
     )
-    waits = (Call("all_reduce", "/lib/torch/distributed/distributed_c10d.py", 3000), *program)
-    works = (Call("tokenize", "/job/data.py", 17), Call("evaluate", "/job/eval.py", 80), *program[1:])
+    waits = (Frame("all_reduce", "/lib/torch/distributed/distributed_c10d.py", 3000), *program)
+    works = (Frame("tokenize", "/job/data.py", 17), Frame("evaluate", "/job/eval.py", 80), *program[1:])
     stuck = rank == STUCK
     stack = Stack("MainThread", works if stuck else waits, here)
     operation = Operation(

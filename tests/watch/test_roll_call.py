@@ -31,7 +31,7 @@ from holdfast._watch.answering import Answering, Asked, summary
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call
-from holdfast._watch.evidence import Call, Operation, Rank, SourceLine, Stack
+from holdfast._watch.evidence import Frame, Operation, Rank, SourceLine, Stack
 from holdfast._watch.own_stacks import Look
 from holdfast._watch.shared_call import ask_for_call
 from tests.support.cpu_time import cpu_seconds
@@ -40,7 +40,7 @@ from tests.support.waiting import wait_until
 
 
 def answer(
-    rank: int, world: int, calls: tuple[Call, ...], pending: bool, later: tuple[Call, ...] = ()
+    rank: int, world: int, calls: tuple[Frame, ...], pending: bool, later: tuple[Frame, ...] = ()
 ) -> Any:
     """What a rank of a simulated world answers."""
     here = SourceLine("roll call")
@@ -59,10 +59,10 @@ def answer(
 
 def test_a_thousand_ranks_are_judged_in_seconds() -> None:
     """And in time that grows with their number only."""
-    main = Call("train", "train.py", 90)
-    waits = (Call("all_reduce", "torch/distributed/distributed_c10d.py", 3000), main)
-    works = (Call("plan", "planner.py", 5), Call("train", "train.py", 80))
-    moved = (Call("plan", "planner.py", 9), Call("train", "train.py", 80))
+    main = Frame("train", "train.py", 90)
+    waits = (Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3000), main)
+    works = (Frame("plan", "planner.py", 5), Frame("train", "train.py", 80))
+    moved = (Frame("plan", "planner.py", 9), Frame("train", "train.py", 80))
     seconds = {}
     for world in (1000, 4000):
         collector = Collector()

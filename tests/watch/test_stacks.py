@@ -10,7 +10,7 @@ import pytest
 
 from holdfast._watch.answering import summary
 from holdfast._watch.diagnose import diagnose
-from holdfast._watch.evidence import AT_EXIT, Call, Ending, Operation, Progress, Rank, SourceLine, Stack
+from holdfast._watch.evidence import AT_EXIT, Ending, Frame, Operation, Progress, Rank, SourceLine, Stack
 from holdfast._watch.read import read_all
 from holdfast._watch.verdict import Diagnosis
 
@@ -154,11 +154,13 @@ def test_ranks_that_make_a_group_are_not_all_known_to_make_the_same(tmp_path: Pa
 
 def test_a_rank_that_rests_on_one_line_may_come(tmp_path: Path) -> None:
     here = SourceLine("roll call")
-    program = (Call("step", "train.py", 50), Call("train", "train.py", 90))
+    program = (Frame("step", "train.py", 50), Frame("train", "train.py", 90))
     waits = Stack(
-        "MainThread", (Call("all_reduce", "torch/distributed/distributed_c10d.py", 3000), *program), here
+        "MainThread", (Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3000), *program), here
     )
-    polls = Stack("MainThread", (Call("look", "data.py", 7), Call("step", "train.py", 40), program[1]), here)
+    polls = Stack(
+        "MainThread", (Frame("look", "data.py", 7), Frame("step", "train.py", 40), program[1]), here
+    )
     for rank, stack in enumerate([waits, waits, waits, polls]):
         found = Rank(rank, stacks=(stack,), later=(stack,), busy=0.0)
         answer = {"roll_call": found, "members": {}, "world_size": 4, "by": rank}
@@ -180,26 +182,28 @@ def test_machines_that_wait_for_memory_are_told(tmp_path: Path) -> None:
 
 
 STDLIB = "/usr/lib/python3.12"
-LOOP = (Call("train", "train.py", 90), Call("<module>", "train.py", 200))
-REDUCES = Call("all_reduce", "torch/distributed/distributed_c10d.py", 3000)
+LOOP = (Frame("train", "train.py", 90), Frame("<module>", "train.py", 200))
+REDUCES = Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3000)
 AT_EXIT_WAITS = (
-    Call("barrier", "torch/distributed/distributed_c10d.py", 5000),
-    Call("final", "train.py", 7),
+    Frame("barrier", "torch/distributed/distributed_c10d.py", 5000),
+    Frame("final", "train.py", 7),
     AT_EXIT,
 )
 IN_LOOP_WAITS = (REDUCES, *LOOP)
-AT_EXIT_UPLOADS = (Call("upload", "train.py", 9), AT_EXIT)
-JOINS = (Call("_shutdown", f"{STDLIB}/threading.py", 1590),)
-READS = (Call("read", "data.py", 7), *LOOP)
-READS_ON = (Call("parse", "data.py", 20), *LOOP)
-ENDED: tuple[Call, ...] = ()
+AT_EXIT_UPLOADS = (Frame("upload", "train.py", 9), AT_EXIT)
+JOINS = (Frame("_shutdown", f"{STDLIB}/threading.py", 1590),)
+READS = (Frame("read", "data.py", 7), *LOOP)
+READS_ON = (Frame("parse", "data.py", 20), *LOOP)
+ENDED: tuple[Frame, ...] = ()
 
 
-def called(folder: Path, *ranks: tuple[Call, ...] | tuple[tuple[Call, ...], tuple[Call, ...]]) -> Diagnosis:
+def called(
+    folder: Path, *ranks: tuple[Frame, ...] | tuple[tuple[Frame, ...], tuple[Frame, ...]]
+) -> Diagnosis:
     """What is said of a roll call whose ranks are at these calls, and at others later if two are given."""
     here = SourceLine("roll call")
     for rank, calls in enumerate(ranks):
-        first, later = calls if calls and not isinstance(calls[0], Call) else (calls, calls)
+        first, later = calls if calls and not isinstance(calls[0], Frame) else (calls, calls)
         stacks = [(Stack("MainThread", one, here, ident="1"),) for one in (first, later) if one]
         found = Rank(rank, stacks=stacks[0], later=stacks[1], busy=0.0) if stacks else ended(rank)
         answer = {"roll_call": found, "members": {}, "world_size": len(ranks), "by": rank}
@@ -232,7 +236,7 @@ def ended(rank: int) -> Rank:
     ],
 )
 def test_a_hang_at_an_exit(
-    ranks: tuple[tuple[Call, ...], ...], kind: str | None, named: tuple[int, ...] | None, tmp_path: Path
+    ranks: tuple[tuple[Frame, ...], ...], kind: str | None, named: tuple[int, ...] | None, tmp_path: Path
 ) -> None:
     found = called(tmp_path, *ranks)
     assert (found.why.kind if found.why is not None else None) == kind, found
@@ -372,8 +376,8 @@ def test_short_names_of_py_spy_are_of_the_library_of_python(tmp_path: Path) -> N
 def test_ranks_in_backward_wait_for_one_that_has_not_come(tmp_path: Path) -> None:
     """The collectives of DDP are on threads that Python does not know."""
     here, members = SourceLine("roll call"), {"0:default_pg": (0, 1, 2)}
-    engine = Call("_engine_run_backward", "/lib/torch/autograd/graph.py", 865)
-    backward = (engine, Call("backward", "/lib/torch/_tensor.py", 630), *LOOP)
+    engine = Frame("_engine_run_backward", "/lib/torch/autograd/graph.py", 865)
+    backward = (engine, Frame("backward", "/lib/torch/_tensor.py", 630), *LOOP)
     for rank in range(3):
         calls = backward if rank else READS
         stacks = (Stack("MainThread", calls, here, ident="1"),)

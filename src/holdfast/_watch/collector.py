@@ -8,9 +8,9 @@ from typing import TypeVar
 import msgspec
 
 from holdfast._watch.evidence import (
-    Call,
     Ending,
     Evidence,
+    Frame,
     Opening,
     Operation,
     Progress,
@@ -87,7 +87,7 @@ class Collector:
             self._room -= 1
             seen[progress.group] = progress
 
-    def note_calls(self, rank: int | None, calls: tuple[Call, ...]) -> None:
+    def note_calls(self, rank: int | None, calls: tuple[Frame, ...]) -> None:
         """Set the call stack of a rank's last timeout."""
         operations = self._loose if rank is None else self.rank(rank).operations
         for at in range(len(operations) - 1, -1, -1):

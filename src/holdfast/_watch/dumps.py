@@ -16,7 +16,7 @@ import msgspec
 from holdfast._core.format.pickle_reader import BadPickle, Global, PickleReader, first
 from holdfast._core.ready import ready
 from holdfast._watch.collector import Collector
-from holdfast._watch.evidence import Call, Operation, Progress, Rank, SourceLine, Stack
+from holdfast._watch.evidence import Frame, Operation, Progress, Rank, SourceLine, Stack
 from holdfast._watch.looks_like import parts_of_call
 from holdfast._watch.names import group_name
 from holdfast._watch.ras import read_ras_json
@@ -81,7 +81,7 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
     threads: list[Stack] = []
     states: dict[str, bool] = {}
     """Whether a thread is running, by thread, where the dump has it."""
-    calls: list[Call] = []
+    calls: list[Frame] = []
     names: dict[str, str] = {}
     thread, began = "", 0
 
@@ -123,7 +123,7 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
             if found["state"]:
                 states[thread] = found["state"] == "active"
         elif (call := _CALL.match(line) or _FAULT_CALL.match(line)) is not None and len(calls) < MOST_CALLS:
-            calls.append(Call(call["name"], call["file"], int(call["line"]) if call["line"] else None))
+            calls.append(Frame(call["name"], call["file"], int(call["line"]) if call["line"] else None))
             if call.re is _FAULT_CALL and call["name"] == "<module>":
                 thread = "MainThread"
         elif (value := _NAME.match(line)) is not None:
@@ -257,7 +257,7 @@ def _operation(entry: Any, group: str, source: SourceLine, now: float | None) ->
         thread=str(entry.get("thread_id") or "") if own else "",
         backend=backend if called else "",
         calls=tuple(
-            Call(str(frame["name"]), str(frame["filename"]), int(frame["line"]))
+            Frame(str(frame["name"]), str(frame["filename"]), int(frame["line"]))
             for frame in (entry.get("frames") or ())[:MOST_CALLS]
         ),
     )

@@ -30,7 +30,7 @@ ROLL_CALL = SourceLine("roll call")
 """The source of a rank's own answer."""
 
 
-class Call(NamedTuple):
+class Frame(NamedTuple):
     """One frame of a stack, with its current line."""
 
     function: str
@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 OPERATION = "holdfast-operation"
 """Name of the thread that runs an operation for the main thread (`protocol.runner`)."""
-AT_EXIT = Call("_run_exitfuncs", "atexit")
+AT_EXIT = Frame("_run_exitfuncs", "atexit")
 """The outermost call of a main thread that runs `atexit` handlers. It is in C, so `own_stacks` adds it."""
 _LIBRARY = re.compile(
     r"^atexit$|/holdfast/_\w+/|"
@@ -52,7 +52,7 @@ _LIBRARY = re.compile(
 )
 
 
-def is_of_a_library(call: Call) -> bool:
+def is_of_a_library(call: Frame) -> bool:
     """Return whether a call is in torch, the launcher or Python's threads, rather than in the program."""
     return _LIBRARY.search(call.file) is not None
 
@@ -61,7 +61,7 @@ class Stack(msgspec.Struct, frozen=True):
     """The stack of one thread at one time."""
 
     thread: str
-    calls: tuple[Call, ...]
+    calls: tuple[Frame, ...]
     """Innermost first."""
     source: SourceLine
     names: dict[str, str] = {}
@@ -95,7 +95,7 @@ class Operation(msgspec.Struct, frozen=True):
     """How long it has been pending."""
     group_rank: int | None = None
     """The rank within the group, if the line has it."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[Frame, ...] = ()
     """The stack that issued it, innermost first."""
     thread: str = ""
     """ID of the thread that issued it; "" for threads of autograd."""
@@ -137,7 +137,7 @@ class Ending(msgspec.Struct, frozen=True):
     """False: a consequence, such as a lost peer, or termination by a watchdog or launcher."""
     is_fatal: bool = True
     """Is the error known to be uncaught?"""
-    call: Call | None = None
+    call: Frame | None = None
     """Where it was raised."""
 
 

@@ -10,7 +10,7 @@ from typing import BinaryIO
 from holdfast._watch import log_lines as form
 from holdfast._watch import looks_like
 from holdfast._watch.collector import RANKS, Collector
-from holdfast._watch.evidence import UNKNOWN, Call, Ending, Operation, Progress, SourceLine
+from holdfast._watch.evidence import UNKNOWN, Ending, Frame, Operation, Progress, SourceLine
 from holdfast._watch.names import group_name
 
 BLOCK = 4 << 20
@@ -94,7 +94,7 @@ class LogReader:
     def __init__(self, collector: Collector, name: str, rank: int | None = None) -> None:
         """rank: the rank of this log; None if it may contain several."""
         self._to, self._name, self._own = collector, name, rank
-        self._frames: dict[str, Call | None] = {}
+        self._frames: dict[str, Frame | None] = {}
         """The last frame of each open traceback, by stream."""
         self._chained: set[str] = set()
         """Streams with an error that was a consequence: later errors there are consequences, too."""
@@ -106,7 +106,7 @@ class LogReader:
         """The pids of processes that torchrun has ended."""
         self._telling: str | None = None
         """The stream with an unfinished roll call by Holdfast."""
-        self._stack: tuple[int | None, list[Call]] | None = None
+        self._stack: tuple[int | None, list[Frame]] | None = None
         """The rank of the unfinished stack of a failed collective, and its calls so far."""
         self._srun_told = False
         self._processes: dict[str, tuple[int, int]] = {}
@@ -164,7 +164,7 @@ class LogReader:
         elif self._stack is not None and (call := form.CALLED.match(text)) is not None:
             whose, calls = self._stack
             if int(call[1]) == len(calls):
-                calls.append(Call(call[2], call[3], int(call[4])))
+                calls.append(Frame(call[2], call[3], int(call[4])))
                 self._to.note_calls(whose, tuple(calls))
         else:
             return False
@@ -265,7 +265,7 @@ class LogReader:
             if len(self._frames) < RANKS:
                 self._frames[stream] = None
         elif (frame := form.FILE.match(text)) is not None:
-            call = Call(frame[3], frame[1], int(frame[2]))
+            call = Frame(frame[3], frame[1], int(frame[2]))
             self._to.alike(looks_like.parts_of_call(call), text, source)
             if stream in self._frames:
                 self._frames[stream] = call

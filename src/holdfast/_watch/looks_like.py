@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast._core.ready import ready
-from holdfast._watch.evidence import Call, Evidence, Operation
+from holdfast._watch.evidence import Evidence, Frame, Operation
 from holdfast._watch.names import family
 from holdfast._watch.verdict import Likeness, Observation
 
@@ -88,7 +88,7 @@ def parts_of_line(text: str) -> Iterator[Part]:
             yield part
 
 
-def parts_of_call(call: Call) -> Iterator[Part]:
+def parts_of_call(call: Frame) -> Iterator[Part]:
     """Yield the parts of fingerprints that match a stack frame."""
     for part, file in _frames().get(call.function, ()):
         if call.file.endswith(file):

@@ -20,7 +20,7 @@ from holdfast._core.roster.process import activity, memory_stall
 from holdfast._core.torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import MOST_CALLS, operations_of, progress_of
-from holdfast._watch.evidence import AT_EXIT, OPERATION, ROLL_CALL, Call, Ending, Operation, Rank, Stack
+from holdfast._watch.evidence import AT_EXIT, OPERATION, ROLL_CALL, Ending, Frame, Operation, Rank, Stack
 from holdfast._watch.log_lines import CONSEQUENCE
 from holdfast._watch.names import group_name
 from holdfast._watch.shared_call import is_own
@@ -62,7 +62,7 @@ def _stack(thread: str, ident: int, frame: FrameType | None) -> Stack:
     while frame is not None and len(read) < MOST_CALLS:
         read.append((frame, frame.f_lineno))
         frame = frame.f_back
-    calls = tuple(Call(one.f_code.co_name, one.f_code.co_filename, line) for one, line in read)
+    calls = tuple(Frame(one.f_code.co_name, one.f_code.co_filename, line) for one, line in read)
     # The main thread counts as ended as soon as `threading._shutdown`, a visible frame, joins the others.
     has_ended = thread == "MainThread" and not threading.main_thread().is_alive()
     if has_ended and calls[-1].function != "_shutdown":

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast._core.layout.ranks import ranks_text
-from holdfast._watch.evidence import Call, SourceLine
+from holdfast._watch.evidence import Frame, SourceLine
 
 
 class Observation(NamedTuple):
@@ -42,7 +42,7 @@ class Who(msgspec.Struct, frozen=True):
     number: int | None = None
     seconds: float | None = None
     """Minimum time for which the operation has been pending."""
-    call: Call | None = None
+    call: Frame | None = None
     """The code position of the first of `ranks`, or of the first waiting rank."""
     known: tuple[Place, ...] = ()
     """Facts about the ranks in `absent`, or else in `ranks`."""
@@ -78,7 +78,7 @@ class Why(msgspec.Struct, frozen=True):
     summary: str
     ranks: tuple[int, ...] | None = None
     """The ranks to blame; for a mismatch, the ones that differ from the rest. None: not known."""
-    call: Call | None = None
+    call: Frame | None = None
     seen: tuple[Observation, ...] = ()
 
 
