@@ -65,7 +65,7 @@ def answer(number: int, late: bool) -> dict[str, Any]:
     import msgspec
 
     from holdfast._watch.answering import Answer
-    from holdfast._watch.evidence import Frame, Operation, Rank, SourceLine, Stack
+    from holdfast._watch.evidence import Frame, GroupOperation, Rank, SourceLine, Stack
     from holdfast._watch.own_stacks import stacks_here
 
     here = SourceLine("roll call")
@@ -75,7 +75,7 @@ def answer(number: int, late: bool) -> dict[str, Any]:
     outer = stacks_here()[0]
     stack = Stack("MainThread", (*inner, train, *outer.calls), here)
     later = msgspec.structs.replace(stack, calls=(Frame("plan", "plan.py", 9), *stack.calls[1:]))
-    operation = Operation(
+    operation = GroupOperation(
         "0:default_pg",
         6 if late else 7,
         "all_reduce",

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from holdfast._core.process.recording import BEGUN, EVENTS, Line
-from holdfast._watch.evidence import Frame, Operation, Rank, SourceLine, Stack
+from holdfast._watch.evidence import Frame, GroupOperation, Rank, SourceLine, Stack
 from holdfast._watch.read import ROLL_CALLS
 
 HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=document.title="owned">\x1b[31m'
@@ -73,7 +73,7 @@ def answer(rank: int, world: int) -> Any:
     works = (Frame("tokenize", "/job/data.py", 17), Frame("evaluate", "/job/eval.py", 80), *program[1:])
     stuck = rank == STUCK
     stack = Stack("MainThread", works if stuck else waits, here)
-    operation = Operation(
+    operation = GroupOperation(
         "0:default_pg", 8 if stuck else 9, "all_reduce", "completed" if stuck else "started", here, (1, 1)
     )
     found = Rank(rank, (operation,), stacks=(stack,), later=(stack,), busy=0.0, phase="eval")

@@ -31,7 +31,7 @@ from holdfast._watch.answering import Answering, Asked, summary
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call
-from holdfast._watch.evidence import Frame, Operation, Rank, SourceLine, Stack
+from holdfast._watch.evidence import Frame, GroupOperation, Rank, SourceLine, Stack
 from holdfast._watch.own_stacks import Look
 from holdfast._watch.shared_call import ask_for_call
 from tests.support.cpu_time import cpu_seconds
@@ -44,7 +44,7 @@ def answer(
 ) -> Any:
     """What a rank of a simulated world answers."""
     here = SourceLine("roll call")
-    operation = Operation(
+    operation = GroupOperation(
         "0:default_pg", 7 if pending else 6, "all_reduce", "started" if pending else "completed", here, (1, 1)
     )
     stacks = (Stack("MainThread", calls, here),)

@@ -17,7 +17,7 @@ from holdfast._core.base.shared_folder import SharedFolder
 from holdfast._tools.cli import doctor
 from holdfast._watch import shared_call
 from holdfast._watch.diagnose import diagnose
-from holdfast._watch.evidence import Operation, Rank, SourceLine
+from holdfast._watch.evidence import GroupOperation, Rank, SourceLine
 from holdfast._watch.read import read_all
 from holdfast._watch.shared_call import Part, ask_for_call, parts, take_part, wait_for_answers, waiting_call
 
@@ -176,7 +176,7 @@ def written(path: str, part: Part, rank: int, groups: list[str]) -> None:
         Rank(
             rank,
             tuple(
-                Operation(group, 1 + (state == "started"), "all_reduce", state, HERE)
+                GroupOperation(group, 1 + (state == "started"), "all_reduce", state, HERE)
                 for group, state in zip(groups, states, strict=True)
             ),
         )

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast._watch.answering import summary
 from holdfast._watch.diagnose import diagnose
-from holdfast._watch.evidence import AT_EXIT, Ending, Frame, Operation, Progress, Rank, SourceLine, Stack
+from holdfast._watch.evidence import AT_EXIT, Ending, Frame, GroupOperation, Progress, Rank, SourceLine, Stack
 from holdfast._watch.read import read_all
 from holdfast._watch.verdict import Diagnosis
 
@@ -256,8 +256,8 @@ def test_who_waits_at_its_exit_for_those_that_wait_for_it_is_named(tmp_path: Pat
     for rank in range(3):
         left = rank == 2
         calls = AT_EXIT_WAITS if left else IN_LOOP_WAITS
-        pending = Operation("1:other" if left else "0:default_pg", 5, "barrier", "started", here)
-        done = Operation("0:default_pg" if left else "1:other", 4, "all_reduce", "completed", here)
+        pending = GroupOperation("1:other" if left else "0:default_pg", 5, "barrier", "started", here)
+        done = GroupOperation("0:default_pg" if left else "1:other", 4, "all_reduce", "completed", here)
         stacks = (Stack("MainThread", calls, here, ident="1"),)
         members = {"0:default_pg": (0, 1, 2), "1:other": (0, 1, 2)} if not rank else {}
         found = Rank(rank, (pending, done), stacks=stacks, later=stacks, busy=0.0)
@@ -382,7 +382,7 @@ def test_ranks_in_backward_wait_for_one_that_has_not_come(tmp_path: Path) -> Non
         calls = backward if rank else READS
         stacks = (Stack("MainThread", calls, here, ident="1"),)
         state, number = ("started", 8) if rank else ("completed", 7)
-        one = Operation("0:default_pg", number, "all_reduce", state, here, backend="gloo")
+        one = GroupOperation("0:default_pg", number, "all_reduce", state, here, backend="gloo")
         found = Rank(rank, (one,), stacks=stacks, later=stacks, busy=0.0)
         answer = {"roll_call": found, "members": {} if rank else members, "world_size": 3, "by": rank}
         (tmp_path / f"rank-{rank}.json").write_bytes(msgspec.json.encode(answer))
@@ -397,7 +397,7 @@ def test_a_rank_that_sleeps_beside_a_collective_in_the_background_does_not_wait(
     for rank, (pending, done, calls) in enumerate((("1:a", "2:b", READS), ("2:b", "1:a", IN_LOOP_WAITS))):
         stacks = (Stack("MainThread", calls, here, ident="1"),)
         operations = tuple(
-            Operation(group, number, "all_reduce", state, here, thread="1", backend="gloo")
+            GroupOperation(group, number, "all_reduce", state, here, thread="1", backend="gloo")
             for group, number, state in ((pending, 5, "started"), (done, 4, "completed"))
         )
         found = Rank(rank, operations, stacks=stacks, later=stacks, busy=0.0)
@@ -409,7 +409,7 @@ def test_a_rank_that_sleeps_beside_a_collective_in_the_background_does_not_wait(
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_job_of_gloo_gets_no_advice_for_nccl(backend: str, tmp_path: Path) -> None:
-    one = Operation("0:default_pg", 8, "all_reduce", "started", SourceLine("roll call"), backend=backend)
+    one = GroupOperation("0:default_pg", 8, "all_reduce", "started", SourceLine("roll call"), backend=backend)
     answer = {"roll_call": Rank(0, (one,)), "members": {}, "world_size": 4, "by": 0}
     (tmp_path / "rank-0.json").write_bytes(msgspec.json.encode(answer))
     wanted = " ".join(diagnose(read_all([str(tmp_path)])).collect)
@@ -422,7 +422,7 @@ def test_of_ranks_that_complete_operations_between_the_looks_none_waits(tmp_path
     for rank in range(3):
         calls = IN_LOOP_WAITS if rank < 2 else READS_ON
         stacks = (Stack("MainThread", calls, here, ident="1"),)
-        seen = Operation("0:default_pg", 7, "all_reduce", "completed", here, seconds=0.1, backend="gloo")
+        seen = GroupOperation("0:default_pg", 7, "all_reduce", "completed", here, seconds=0.1, backend="gloo")
         progress = (Progress("0:default_pg", 50 + rank, 49 + rank, here),)
         found = Rank(rank, (seen,), progress, stacks=stacks, later=stacks, busy=0.5)
         answer = {"roll_call": found, "members": {}, "world_size": 3, "by": rank}
@@ -457,7 +457,7 @@ def test_of_a_rank_that_does_not_answer_no_more_is_said_than_that(tmp_path: Path
     here = SourceLine("roll call")
     stack = Stack("MainThread", IN_LOOP_WAITS, here, ident="1")
     for rank in range(3):
-        one = Operation("0:default_pg", 8, "all_reduce", "started", here, thread="1", backend="gloo")
+        one = GroupOperation("0:default_pg", 8, "all_reduce", "started", here, thread="1", backend="gloo")
         found = Rank(rank, (one,), stacks=(stack,), later=(stack,), busy=0.0)
         members = {} if rank else {"0:default_pg": (0, 1, 2, 3)}
         answer = {"roll_call": found, "members": members, "world_size": 4, "by": rank}
@@ -473,7 +473,7 @@ def test_of_a_rank_that_does_not_answer_no_more_is_said_than_that(tmp_path: Path
 def test_sizes_that_may_differ_are_told_of_exchanges_only(name: str, told: bool, tmp_path: Path) -> None:
     here = SourceLine("roll call")
     for rank in range(2):
-        one = Operation("0:default_pg", 8, name, "started", here, (4 + rank, 4 + rank))
+        one = GroupOperation("0:default_pg", 8, name, "started", here, (4 + rank, 4 + rank))
         members = {} if rank else {"0:default_pg": (0, 1)}
         answer = {"roll_call": Rank(rank, (one,)), "members": members, "world_size": 2, "by": rank}
         (tmp_path / f"rank-{rank}.json").write_bytes(msgspec.json.encode(answer))

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
-from holdfast._watch.evidence import Evidence, Operation, Progress, is_of_a_library
+from holdfast._watch.evidence import Evidence, GroupOperation, Progress, is_of_a_library
 from holdfast._watch.verdict import Observation, listed
 
 MOST = 6
@@ -15,7 +15,7 @@ MOST = 6
 _OF_ONE_SIZE = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 _PEER = re.compile(r"(?:Connection closed by peer|Read error|Write error) \[([^\]]*)\]")
 _OF_ALL = "default_pg"
-_Waits = dict[int, Operation]
+_Waits = dict[int, GroupOperation]
 
 
 def advice(evidence: Evidence) -> tuple[Observation, ...]:

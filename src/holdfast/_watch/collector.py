@@ -11,8 +11,8 @@ from holdfast._watch.evidence import (
     Ending,
     Evidence,
     Frame,
+    GroupOperation,
     Opening,
-    Operation,
     Progress,
     Rank,
     Remark,
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 class _Seen:
     def __init__(self, rank: int) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[GroupOperation] = []
         self.progress: dict[str, Progress] = {}
         self.endings: list[Ending] = []
         self.stacks: list[Stack] = []
@@ -47,7 +47,7 @@ class Collector:
     def __init__(self) -> None:
         self._ranks: dict[int, _Seen] = {}
         self._remarks: dict[str, list[Remark]] = {}
-        self._loose: list[Operation] = []
+        self._loose: list[GroupOperation] = []
         self._raised: list[Ending] = []
         self._members: dict[str, tuple[int, ...]] = {}
         self._opening: dict[str, Opening] = {}
@@ -78,7 +78,7 @@ class Collector:
         seen.later += [stack for stack in found.later if stack.calls]
         seen.rest = msgspec.structs.replace(found, last=seen.rest.last)
 
-    def note_operation(self, rank: int | None, operation: Operation) -> None:
+    def note_operation(self, rank: int | None, operation: GroupOperation) -> None:
         self._keep(self._loose if rank is None else self.rank(rank).operations, operation)
 
     def note_progress(self, rank: int, progress: Progress) -> None:
@@ -181,7 +181,7 @@ class Collector:
             values.append(value)
 
 
-def _with_group(one: Operation, progress: Iterable[Progress]) -> Operation:
+def _with_group(one: GroupOperation, progress: Iterable[Progress]) -> GroupOperation:
     """Fill in the group of an operation. The watchdog's first line lacks it; the line after it has it, with
     the same number."""
     fits = [each.group for each in progress if each.completed < one.number <= each.enqueued]

@@ -16,7 +16,7 @@ import msgspec
 from holdfast._core.format.pickle_reader import BadPickle, Global, PickleReader, first
 from holdfast._core.ready import ready
 from holdfast._watch.collector import Collector
-from holdfast._watch.evidence import Frame, Operation, Progress, Rank, SourceLine, Stack
+from holdfast._watch.evidence import Frame, GroupOperation, Progress, Rank, SourceLine, Stack
 from holdfast._watch.looks_like import parts_of_call
 from holdfast._watch.names import group_name
 from holdfast._watch.ras import read_ras_json
@@ -201,7 +201,7 @@ def operations_of(
 
     now: the current Unix time, if the record was read just now.
     """
-    last: dict[str, Operation] = {}
+    last: dict[str, GroupOperation] = {}
     groups: dict[str, str] = {}
     for entry in record.get("entries", ()):
         name, description = (str(part) for part in entry["process_group"][:2])
@@ -232,7 +232,7 @@ def progress_of(record: Any, groups: Mapping[str, str], source: SourceLine) -> I
             yield Progress(groups.get(key, key), enqueued, done, source)
 
 
-def _operation(entry: Any, group: str, source: SourceLine, now: float | None) -> Operation:
+def _operation(entry: Any, group: str, source: SourceLine, now: float | None) -> GroupOperation:
     backend, _, called = str(entry["profiling_name"]).partition(":")
     done = entry.get("retired") or entry["state"] == "completed"
     state = "completed" if done else str(entry["state"])
@@ -244,7 +244,7 @@ def _operation(entry: Any, group: str, source: SourceLine, now: float | None) ->
     peer, created = bool(entry.get("is_p2p")), int(entry.get("time_created_ns") or 0)
     # Autograd issues collectives on its own threads, in the same order on all ranks.
     own = not str(entry.get("thread_name", "")).startswith("pt_autograd")
-    return Operation(
+    return GroupOperation(
         f"{group}/p2p" if peer else group,
         int(entry["p2p_seq_id" if peer else "collective_seq_id"]),
         called or backend,

@@ -75,7 +75,7 @@ UNKNOWN = -1
 """Sequence number of an operation whose line has none: torch before 1.13 logged its tensors instead."""
 
 
-class Operation(msgspec.Struct, frozen=True):
+class GroupOperation(msgspec.Struct, frozen=True):
     """One collective issued by a rank."""
 
     group: str
@@ -149,7 +149,7 @@ class Rank(msgspec.Struct, frozen=True):
     """The evidence about one rank."""
 
     rank: int
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[GroupOperation, ...] = ()
     progress: tuple[Progress, ...] = ()
     endings: tuple[Ending, ...] = ()
     stacks: tuple[Stack, ...] = ()
@@ -170,7 +170,7 @@ class Rank(msgspec.Struct, frozen=True):
     """The last line read from this rank."""
 
     @property
-    def timeouts(self) -> tuple[Operation, ...]:
+    def timeouts(self) -> tuple[GroupOperation, ...]:
         return tuple(operation for operation in self.operations if operation.state == "timed out")
 
 
@@ -203,7 +203,7 @@ class Evidence(msgspec.Struct, frozen=True):
     """The ranks of each group, if known."""
     hidden: int = 0
     """Number of lines suppressed by Ray ("repeated 14x across cluster")."""
-    loose: tuple[Operation, ...] = ()
+    loose: tuple[GroupOperation, ...] = ()
     """Timeouts whose global rank is unknown."""
     raised: tuple[Ending, ...] = ()
     """Errors whose rank is unknown."""
@@ -224,7 +224,7 @@ class Evidence(msgspec.Struct, frozen=True):
     def of(self, kind: str) -> list[Remark]:
         return [remark for remark in self.remarks if remark.kind == kind]
 
-    def operations(self) -> Iterator[tuple[int, Operation]]:
+    def operations(self) -> Iterator[tuple[int, GroupOperation]]:
         return ((rank.rank, one) for rank in self.ranks.values() for one in rank.operations)
 
     def progress(self) -> Iterator[tuple[int, Progress]]:
@@ -233,7 +233,7 @@ class Evidence(msgspec.Struct, frozen=True):
     def endings(self) -> Iterator[tuple[int, Ending]]:
         return ((rank.rank, one) for rank in self.ranks.values() for one in rank.endings)
 
-    def timeouts(self) -> Iterator[tuple[int, Operation]]:
+    def timeouts(self) -> Iterator[tuple[int, GroupOperation]]:
         return ((rank, one) for rank, one in self.operations() if one.state == "timed out")
 
     def first_timeouts(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import BinaryIO
 from holdfast._watch import log_lines as form
 from holdfast._watch import looks_like
 from holdfast._watch.collector import RANKS, Collector
-from holdfast._watch.evidence import UNKNOWN, Ending, Frame, Operation, Progress, SourceLine
+from holdfast._watch.evidence import UNKNOWN, Ending, Frame, GroupOperation, Progress, SourceLine
 from holdfast._watch.names import group_name
 
 BLOCK = 4 << 20
@@ -182,7 +182,9 @@ class LogReader:
                 self._known.add(key)
                 seconds = int(found["ms"] or found["limit"]) / 1000
                 own, op = int(found["rank"]), found["op"]
-                one = Operation("", number, op, "timed out", source, sizes, seconds=seconds, group_rank=own)
+                one = GroupOperation(
+                    "", number, op, "timed out", source, sizes, seconds=seconds, group_rank=own
+                )
                 self._to.note_operation(rank, one)
         if (found := form.STATUS.search(text)) is not None and rank is not None:
             # Without the GUID, the number of the group is local to the rank.

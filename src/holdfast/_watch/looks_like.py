@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast._core.ready import ready
-from holdfast._watch.evidence import Evidence, Frame, Operation
+from holdfast._watch.evidence import Evidence, Frame, GroupOperation
 from holdfast._watch.names import family
 from holdfast._watch.verdict import Likeness, Observation
 
@@ -95,7 +95,7 @@ def parts_of_call(call: Frame) -> Iterator[Part]:
             yield part
 
 
-def _parts_of_operation(operation: Operation) -> Iterator[Part]:
+def _parts_of_operation(operation: GroupOperation) -> Iterator[Part]:
     for entry in table():
         for part in entry.operations:
             name, *sizes = part.split()
