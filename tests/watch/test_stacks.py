@@ -10,7 +10,16 @@ import pytest
 
 from holdfast._watch.answering import summary
 from holdfast._watch.diagnose import diagnose
-from holdfast._watch.evidence import AT_EXIT, Ending, Frame, GroupOperation, Progress, Rank, SourceLine, Stack
+from holdfast._watch.evidence import (
+    AT_EXIT,
+    Ending,
+    Frame,
+    GroupOperation,
+    GroupProgress,
+    Rank,
+    SourceLine,
+    Stack,
+)
 from holdfast._watch.read import read_all
 from holdfast._watch.verdict import Diagnosis
 
@@ -423,7 +432,7 @@ def test_of_ranks_that_complete_operations_between_the_looks_none_waits(tmp_path
         calls = IN_LOOP_WAITS if rank < 2 else READS_ON
         stacks = (Stack("MainThread", calls, here, ident="1"),)
         seen = GroupOperation("0:default_pg", 7, "all_reduce", "completed", here, seconds=0.1, backend="gloo")
-        progress = (Progress("0:default_pg", 50 + rank, 49 + rank, here),)
+        progress = (GroupProgress("0:default_pg", 50 + rank, 49 + rank, here),)
         found = Rank(rank, (seen,), progress, stacks=stacks, later=stacks, busy=0.5)
         answer = {"roll_call": found, "members": {}, "world_size": 3, "by": rank}
         (tmp_path / f"rank-{rank}.json").write_bytes(msgspec.json.encode(answer))

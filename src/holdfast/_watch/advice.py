@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
-from holdfast._watch.evidence import Evidence, GroupOperation, Progress, is_of_a_library
+from holdfast._watch.evidence import Evidence, GroupOperation, GroupProgress, is_of_a_library
 from holdfast._watch.verdict import Observation, listed
 
 MOST = 6
@@ -104,7 +104,7 @@ def _missing(evidence: Evidence, group: str, waits: _Waits) -> str:
 
 def _behind(evidence: Evidence) -> Iterator[Observation]:
     """Yield ranks that have issued fewer collectives of a group than others."""
-    issued: dict[str, dict[int, Progress]] = defaultdict(dict)
+    issued: dict[str, dict[int, GroupProgress]] = defaultdict(dict)
     for rank, one in evidence.progress():
         # Before torch 2.5, the numbers of other groups are local to each rank.
         if not one.group.startswith("PG ") or _named(one.group) == _OF_ALL:

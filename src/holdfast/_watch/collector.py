@@ -12,8 +12,8 @@ from holdfast._watch.evidence import (
     Evidence,
     Frame,
     GroupOperation,
+    GroupProgress,
     Opening,
-    Progress,
     Rank,
     Remark,
     SourceLine,
@@ -33,7 +33,7 @@ T = TypeVar("T")
 class _Seen:
     def __init__(self, rank: int) -> None:
         self.operations: list[GroupOperation] = []
-        self.progress: dict[str, Progress] = {}
+        self.progress: dict[str, GroupProgress] = {}
         self.endings: list[Ending] = []
         self.stacks: list[Stack] = []
         self.later: list[Stack] = []
@@ -81,7 +81,7 @@ class Collector:
     def note_operation(self, rank: int | None, operation: GroupOperation) -> None:
         self._keep(self._loose if rank is None else self.rank(rank).operations, operation)
 
-    def note_progress(self, rank: int, progress: Progress) -> None:
+    def note_progress(self, rank: int, progress: GroupProgress) -> None:
         seen = self.rank(rank).progress
         if progress.group in seen or (len(seen) < MOST and self._room > 0):
             self._room -= 1
@@ -181,7 +181,7 @@ class Collector:
             values.append(value)
 
 
-def _with_group(one: GroupOperation, progress: Iterable[Progress]) -> GroupOperation:
+def _with_group(one: GroupOperation, progress: Iterable[GroupProgress]) -> GroupOperation:
     """Fill in the group of an operation. The watchdog's first line lacks it; the line after it has it, with
     the same number."""
     fits = [each.group for each in progress if each.completed < one.number <= each.enqueued]

@@ -16,7 +16,7 @@ import msgspec
 from holdfast._core.format.pickle_reader import BadPickle, Global, PickleReader, first
 from holdfast._core.ready import ready
 from holdfast._watch.collector import Collector
-from holdfast._watch.evidence import Frame, GroupOperation, Progress, Rank, SourceLine, Stack
+from holdfast._watch.evidence import Frame, GroupOperation, GroupProgress, Rank, SourceLine, Stack
 from holdfast._watch.looks_like import parts_of_call
 from holdfast._watch.names import group_name
 from holdfast._watch.ras import read_ras_json
@@ -224,12 +224,12 @@ def operations_of(
     return groups
 
 
-def progress_of(record: Any, groups: Mapping[str, str], source: SourceLine) -> Iterator[Progress]:
+def progress_of(record: Any, groups: Mapping[str, str], source: SourceLine) -> Iterator[GroupProgress]:
     """Yield the progress of each group. groups: their names by number in the record."""
     for key, status in (record.get("pg_status") or {}).items():
         enqueued, done = (int(status.get(f"last_{of}_collective", -1)) for of in ("enqueued", "completed"))
         if enqueued >= 0:
-            yield Progress(groups.get(key, key), enqueued, done, source)
+            yield GroupProgress(groups.get(key, key), enqueued, done, source)
 
 
 def _operation(entry: Any, group: str, source: SourceLine, now: float | None) -> GroupOperation:

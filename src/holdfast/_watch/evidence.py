@@ -117,7 +117,7 @@ class GroupOperation(msgspec.Struct, frozen=True):
         return family(self.name)
 
 
-class Progress(msgspec.Struct, frozen=True):
+class GroupProgress(msgspec.Struct, frozen=True):
     """The progress of a rank in one group."""
 
     group: str
@@ -150,7 +150,7 @@ class Rank(msgspec.Struct, frozen=True):
 
     rank: int
     operations: tuple[GroupOperation, ...] = ()
-    progress: tuple[Progress, ...] = ()
+    progress: tuple[GroupProgress, ...] = ()
     endings: tuple[Ending, ...] = ()
     stacks: tuple[Stack, ...] = ()
     """All threads, the main thread first."""
@@ -227,7 +227,7 @@ class Evidence(msgspec.Struct, frozen=True):
     def operations(self) -> Iterator[tuple[int, GroupOperation]]:
         return ((rank.rank, one) for rank in self.ranks.values() for one in rank.operations)
 
-    def progress(self) -> Iterator[tuple[int, Progress]]:
+    def progress(self) -> Iterator[tuple[int, GroupProgress]]:
         return ((rank.rank, one) for rank in self.ranks.values() for one in rank.progress)
 
     def endings(self) -> Iterator[tuple[int, Ending]]:

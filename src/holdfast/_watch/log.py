@@ -10,7 +10,7 @@ from typing import BinaryIO
 from holdfast._watch import log_lines as form
 from holdfast._watch import looks_like
 from holdfast._watch.collector import RANKS, Collector
-from holdfast._watch.evidence import UNKNOWN, Ending, Frame, GroupOperation, Progress, SourceLine
+from holdfast._watch.evidence import UNKNOWN, Ending, Frame, GroupOperation, GroupProgress, SourceLine
 from holdfast._watch.names import group_name
 
 BLOCK = 4 << 20
@@ -189,7 +189,7 @@ class LogReader:
         if (found := form.STATUS.search(text)) is not None and rank is not None:
             # Without the GUID, the number of the group is local to the rank.
             group = group_name(found["guid"] or f"PG {found['pg']}", found["desc"] or found["old_desc"])
-            progress = Progress(group, int(found["enqueued"]), int(found["done"]), source)
+            progress = GroupProgress(group, int(found["enqueued"]), int(found["done"]), source)
             self._to.note_progress(rank, progress)
         if (found := form.STUCK.search(text)) is not None:
             self._to.remark("heartbeat", text, source, str(rank))
