@@ -104,7 +104,7 @@ def test_the_end_of_a_collective_is_told_as_far_as_it_is_known(
 
     monkeypatch.setattr(roll_call, "flight_records", records)
     monkeypatch.setattr(roll_call.time, "monotonic", lambda: now)
-    pending = roll_call.Pending()
+    pending = roll_call.PendingCollectives()
     assert (pending.over(), pending.too_long()) == (None, None)
     now = looks[0]
     assert (pending.over(), pending.too_long()) == (None, (6.0, 10.0))
@@ -130,7 +130,7 @@ def test_a_record_that_does_not_tell_a_timeout_is_read_once_a_collective(
 
     monkeypatch.setattr(roll_call, "flight_records", records)
     monkeypatch.setattr(roll_call, "NOTICED", 0.0)
-    pending = roll_call.Pending()
+    pending = roll_call.PendingCollectives()
     for number in (3, 4):
         done = number
         assert [pending.too_long() for _ in range(5)] == [None] * 5
@@ -156,7 +156,7 @@ def test_of_a_process_that_uses_cuda_only_numbers_are_read(monkeypatch: pytest.M
         assert not any(record.get("entries") for record in flight_records(entries=True))
         [(key, enqueued, _)] = [one for one in roll_call._statuses() if one[0] not in before]
         assert enqueued == 1
-        assert roll_call.Pending()._limit(key, 0) == 50.0
+        assert roll_call.PendingCollectives()._limit(key, 0) == 50.0
     finally:
         dist.destroy_process_group()
 
@@ -178,7 +178,7 @@ def test_a_collective_of_an_earlier_process_group_is_not_told(monkeypatch: pytes
         thread.join()
     one, other = torch.ones(1), torch.ones(1)
     works = [pair[0].allreduce([one])]
-    pending = roll_call.Pending()
+    pending = roll_call.PendingCollectives()
     wait_until(lambda: pending.too_long() is not None)
     forget_groups()  # as `install` does when a program makes its default group
     for _ in range(5):
