@@ -32,7 +32,7 @@ from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call
 from holdfast._watch.evidence import Frame, GroupOperation, Rank, SourceLine, Stack
-from holdfast._watch.own_stacks import Look
+from holdfast._watch.own_stacks import OwnEvidence
 from holdfast._watch.shared_call import ask_for_call
 from tests.support.cpu_time import cpu_seconds
 from tests.support.processes import ProcessWorld
@@ -194,7 +194,7 @@ def numbers_of_each_default_group(rank: int) -> list[list[int]]:
 
     def numbers() -> list[int]:
         # The last one: that the first is over may be recorded later.
-        return [operation.number for operation in Look(0, []).found.operations][:1]
+        return [operation.number for operation in OwnEvidence(0, []).found.operations][:1]
 
     holdfast.install("torch-dcp", session=False)
     told = []

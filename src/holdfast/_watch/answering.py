@@ -29,7 +29,7 @@ from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose, waited_for_memory
 from holdfast._watch.dumps import read_roll_call, read_stacks
 from holdfast._watch.evidence import CUT_OFF, Ending, Evidence, Rank, SourceLine, Stack
-from holdfast._watch.own_stacks import Look, activity_here, stacks_here
+from holdfast._watch.own_stacks import OwnEvidence, activity_here, stacks_here
 from holdfast._watch.places import told
 from holdfast._watch.shared_call import ROLL_CALLS, Part, folder_of, parts, read_answers, take_part
 from holdfast._watch.verdict import TODO, Diagnosis, listed
@@ -99,7 +99,7 @@ class Answering:
         rank = self._base.rank
         if self._folder and self._asked.by == rank:
             start_thread(self._take_part, "holdfast-roll-call-file")
-        look = Look(rank, self._beacon.operations)
+        look = OwnEvidence(rank, self._beacon.operations)
         found, members = look.found, look.members
         # A rank that was stopped until now is too late: others have answered for it.
         if self._is_over() or not self._put(rank, found, members, is_first=True):

@@ -104,7 +104,7 @@ def _variables(frame: FrameType) -> Mapping[str, object]:
     return found
 
 
-class Look:
+class OwnEvidence:
     """The evidence about this rank: a first sample and, some seconds later, a second one."""
 
     def __init__(self, rank: int, presences: list[Presence]) -> None:
