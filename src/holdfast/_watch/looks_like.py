@@ -25,7 +25,7 @@ MOST = 5
 """Maximum number of threads in a diagnosis."""
 
 
-class Fingerprint(msgspec.Struct, frozen=True):
+class KnownCase(msgspec.Struct, frozen=True):
     """The symptoms, cause and cure in one public thread."""
 
     title: str
@@ -50,10 +50,10 @@ class Part(NamedTuple):
 
 
 @cache
-def table() -> tuple[Fingerprint, ...]:
+def table() -> tuple[KnownCase, ...]:
     """Return the fingerprints of `looks_like.json`."""
     text = files("holdfast._watch").joinpath("looks_like.json").read_bytes()
-    return msgspec.json.decode(text, type=ready(tuple[Fingerprint, ...]))
+    return msgspec.json.decode(text, type=ready(tuple[KnownCase, ...]))
 
 
 @cache
