@@ -19,7 +19,7 @@ from holdfast._watch.evidence import (
     SourceLine,
     Stack,
 )
-from holdfast._watch.looks_like import Part
+from holdfast._watch.looks_like import Symptom
 
 MOST = 64
 """Maximum number of values of one kind for each rank, and of remarks of one kind; the first ones are kept."""
@@ -106,7 +106,7 @@ class Collector:
         if not any(one.values == values for one in self._remarks.get(kind, ())):
             self.remark(kind, text, source, *values)
 
-    def alike(self, parts: Iterable[Part], text: str, source: SourceLine) -> None:
+    def alike(self, parts: Iterable[Symptom], text: str, source: SourceLine) -> None:
         """Add matching parts of fingerprints, each part once."""
         for part in parts:
             self.once("looks like", text.strip(), source, *part)

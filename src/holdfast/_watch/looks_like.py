@@ -42,7 +42,7 @@ class KnownCase(msgspec.Struct, frozen=True):
     operations: tuple[str, ...] = ()
 
 
-class Part(NamedTuple):
+class Symptom(NamedTuple):
     """A part of a fingerprint."""
 
     title: str
@@ -57,11 +57,11 @@ def table() -> tuple[KnownCase, ...]:
 
 
 @cache
-def lines() -> tuple[tuple[Part, str, re.Pattern[str]], ...]:
+def lines() -> tuple[tuple[Symptom, str, re.Pattern[str]], ...]:
     """Return the lines of fingerprints, each with its longest literal text and its pattern."""
     return tuple(
         (
-            Part(entry.title, line),
+            Symptom(entry.title, line),
             max(line.split("*"), key=len),
             re.compile(".*".join(map(re.escape, line.split("*")))),
         )
@@ -71,41 +71,41 @@ def lines() -> tuple[tuple[Part, str, re.Pattern[str]], ...]:
 
 
 @cache
-def _frames() -> dict[str, list[tuple[Part, str]]]:
+def _frames() -> dict[str, list[tuple[Symptom, str]]]:
     """Return the frames of fingerprints and the ends of their file names, by function name."""
-    found: dict[str, list[tuple[Part, str]]] = defaultdict(list)
+    found: dict[str, list[tuple[Symptom, str]]] = defaultdict(list)
     for entry in table():
         for frame in entry.frames:
             function, _, file = frame.partition(" ")
-            found[function].append((Part(entry.title, frame), file))
+            found[function].append((Symptom(entry.title, frame), file))
     return dict(found)
 
 
-def parts_of_line(text: str) -> Iterator[Part]:
+def parts_of_line(text: str) -> Iterator[Symptom]:
     """Yield the parts of fingerprints that match a log line."""
     for part, longest, pattern in lines():
         if longest in text and pattern.search(text) is not None:
             yield part
 
 
-def parts_of_call(call: Frame) -> Iterator[Part]:
+def parts_of_call(call: Frame) -> Iterator[Symptom]:
     """Yield the parts of fingerprints that match a stack frame."""
     for part, file in _frames().get(call.function, ()):
         if call.file.endswith(file):
             yield part
 
 
-def _parts_of_operation(operation: GroupOperation) -> Iterator[Part]:
+def _parts_of_operation(operation: GroupOperation) -> Iterator[Symptom]:
     for entry in table():
         for part in entry.operations:
             name, *sizes = part.split()
             if family(name) == operation.kind and operation.sizes[: len(sizes)] == tuple(map(int, sizes)):
-                yield Part(entry.title, part)
+                yield Symptom(entry.title, part)
 
 
-def _seen(evidence: Evidence) -> Iterator[tuple[Part, Observation]]:
+def _seen(evidence: Evidence) -> Iterator[tuple[Symptom, Observation]]:
     for remark in evidence.of("looks like"):
-        yield Part(*remark.values), Observation(remark.text, remark.source)
+        yield Symptom(*remark.values), Observation(remark.text, remark.source)
     for rank in evidence.ranks.values():
         for stack in (*rank.stacks, *rank.later):
             for call in stack.calls:
