@@ -18,7 +18,7 @@ class Observation(NamedTuple):
     source: SourceLine | None = None
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Ranks with the same position or facts."""
 
     ranks: tuple[int, ...]
@@ -44,7 +44,7 @@ class Who(msgspec.Struct, frozen=True):
     """Minimum time for which the operation has been pending."""
     call: Frame | None = None
     """The code position of the first of `ranks`, or of the first waiting rank."""
-    known: tuple[Place, ...] = ()
+    known: tuple[RankPlace, ...] = ()
     """Facts about the ranks in `absent`, or else in `ranks`."""
     seen: tuple[Observation, ...] = ()
 
@@ -99,7 +99,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
     """None: no rank is known to wait."""
     why: Why | None
     """None: nothing proves a cause."""
-    places: tuple[Place, ...]
+    places: tuple[RankPlace, ...]
     """The positions of all ranks with known stacks, the fewest ranks first."""
     looks_like: tuple[Likeness, ...]
     """Public threads with the same log lines, frames or operations; no proof of a cause."""
