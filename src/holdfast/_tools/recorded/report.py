@@ -18,7 +18,7 @@ from holdfast._core.store.local import open_store
 from holdfast._core.store.run_folder import committed_steps
 from holdfast._tools.html import filled
 from holdfast._tools.recorded.called import Called, read_called, roll_calls, tree
-from holdfast._tools.recorded.calls import Call, joined, outliers, waits
+from holdfast._tools.recorded.calls import JointCall, joined, outliers, waits
 from holdfast._tools.recorded.event_log import read_events
 from holdfast._tools.recorded.timeline import WORKING, RankTimeline, number, text, timeline_of
 from holdfast._watch.verdict import TODO, listed
@@ -125,7 +125,7 @@ def page_of(run: Run, now: float) -> str:
     return filled(data, Path(__file__).with_suffix(".js"))
 
 
-def _call(call: Call, now: float) -> Message:
+def _call(call: JointCall, now: float) -> Message:
     own = [
         (part.seconds(now), one.rank, part.name)
         for one in call.ranks.values()
