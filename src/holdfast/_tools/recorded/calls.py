@@ -80,7 +80,7 @@ def joined(timelines: Iterable[RankTimeline]) -> list[JointCall]:
     return calls
 
 
-class Wait(NamedTuple):
+class ReportedWait(NamedTuple):
     """A wait for late ranks, as reported in the event logs."""
 
     at: float
@@ -93,7 +93,7 @@ class Wait(NamedTuple):
     came: bool
 
 
-def waits(timelines: Iterable[RankTimeline]) -> list[Wait]:
+def waits(timelines: Iterable[RankTimeline]) -> list[ReportedWait]:
     """List the reported waits; reports by several ranks about the same late ranks are merged."""
     found: dict[tuple[str, str, str, int | None], list[tuple[int, float, float, str]]] = defaultdict(list)
     came: dict[tuple[str, str, str, int | None], float] = {}
@@ -113,7 +113,7 @@ def waits(timelines: Iterable[RankTimeline]) -> list[Wait]:
                     (timeline.rank, line.at - seconds, seconds, text(line.fields.get("what") or ""))
                 )
     return sorted(
-        Wait(
+        ReportedWait(
             min(one[1] for one in told),
             title(key[0], key[3]),
             told[-1][3],
