@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from holdfast._core.existing.comparing import Difference, Elements, check_files, differences
+from holdfast._core.existing.comparing import BoxElements, Difference, check_files, differences
 from holdfast._core.existing.target import checkpoint_at, number
 from holdfast._core.format import objects
 from holdfast._core.format.columns import Array, Columns, unpad
@@ -102,14 +102,14 @@ class _Side:
             found[box] = int(columns.block[chunk]), columns.digests_of(chunk).tobytes()
         return found
 
-    def reader(self, row: int) -> Callable[[Box], Elements]:
+    def reader(self, row: int) -> Callable[[Box], BoxElements]:
         """Return a function that reads boxes of a row."""
         columns = self.index.select(self.index.find([self.columns.names[row]]))
 
-        def read(box: Box) -> Elements:
+        def read(box: Box) -> BoxElements:
             data = read_box(self.store, columns, box, self.index.where)
             self.bytes_read += len(data)
-            return Elements(data)
+            return BoxElements(data)
 
         return read
 
