@@ -73,7 +73,7 @@ _NAMED: dict[type, Callable[[Any], Iterable[tuple[object, object]]]] = {
 FindClass = Callable[[str], type]
 
 
-class _Reader:
+class _Decoder:
     """Decodes values from JSON. find: returns the class of a record by name; None: create a `Record`."""
 
     def __init__(self, find: FindClass | None = None) -> None:
@@ -126,7 +126,7 @@ def _namespace(attributes: dict[str, object]) -> argparse.Namespace:
 
 
 _RECORDS = ("enum", "dataclass", "namedtuple")
-_BUILD: dict[str, Callable[[_Reader, Json], object]] = {
+_BUILD: dict[str, Callable[[_Decoder, Json], object]] = {
     "float": lambda reader, v: float(v),
     "tuple": lambda reader, v: tuple(map(reader.read, v)),
     "set": lambda reader, v: set(reader.keys(v)),
@@ -168,7 +168,7 @@ def decode(data: bytes, name: str, like: object = None) -> object:
     """
     if data[:1] == PLAIN:
         try:
-            return _Reader(_finder(name, like)).read(json.loads(data[1:]))
+            return _Decoder(_finder(name, like)).read(json.loads(data[1:]))
         except OtherFields as error:
             raise LoadFailed(
                 f"The object {name!r} was not loaded, because a class has changed: {error}.",
@@ -210,7 +210,7 @@ def _finder(name: str, like: object) -> FindClass:
 
 def without_classes(data: bytes) -> object:
     """Decode a plain value, with a `Record` for each value of a user class, for comparison or display."""
-    return _Reader().read(json.loads(data[1:]))
+    return _Decoder().read(json.loads(data[1:]))
 
 
 def preview(data: bytes, limit: int = 60) -> str:
