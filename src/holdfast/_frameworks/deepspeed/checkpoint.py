@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from holdfast._core.format.pickle_reader import Record
+from holdfast._core.format.pickle_reader import PickledObject
 from holdfast._core.io.small_files import read_file
 from holdfast._core.io.torch_file import StoredTensor, TorchFile
 from holdfast._core.layout.tensor import Dims
@@ -335,7 +335,7 @@ def _shapes(groups: list[object]) -> list[dict[str, Dims]]:
 
 
 def _stage(stage: object) -> int:
-    stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
+    stage = stage.args[0] if isinstance(stage, PickledObject) and stage.args else stage
     if stage not in (1, 2, 3):
         raise _Unexpected(f"its stage is {stage!r}")
     return _as(int, stage)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast._core.base.values import Buffer
-from holdfast._core.format.pickle_reader import Record
+from holdfast._core.format.pickle_reader import PickledObject
 from holdfast._core.io.torch_file import StoredTensor
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, Dims
 from holdfast._core.state.memory import torch_dtype
@@ -95,4 +95,4 @@ def plain(value: object, room: list[int]) -> Any:
         return type(value)(plain(item, room) for item in value)  # type: ignore[call-arg, attr-defined]
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
-    raise NotPlain(f"an instance of {value.kind}" if isinstance(value, Record) else repr(value))
+    raise NotPlain(f"an instance of {value.kind}" if isinstance(value, PickledObject) else repr(value))
