@@ -26,7 +26,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from holdfast._core.process.recording import EVENTS, Line
+from holdfast._core.process.recording import EVENTS, EventLine
 from holdfast._tools.cli import cli
 from holdfast._tools.recorded import calls
 from holdfast._tools.recorded.live import Looker, State
@@ -321,9 +321,9 @@ def hostile(folder: Path) -> Path:
     logs = folder / EVENTS
     logs.mkdir(parents=True)
     good = [
-        Line("save.entered", 10.0, 1, HOSTILE),
-        Line("phase.entered", 10.5, fields={"phase": HOSTILE}),
-        Line("save.raised", 11.0, 1, HOSTILE, {"message": HOSTILE, "seconds": 1.0}),
+        EventLine("save.entered", 10.0, 1, HOSTILE),
+        EventLine("phase.entered", 10.5, fields={"phase": HOSTILE}),
+        EventLine("save.raised", 11.0, 1, HOSTILE, {"message": HOSTILE, "seconds": 1.0}),
     ]
     bad = [
         b'{"name":"save.entered","at":-1}',

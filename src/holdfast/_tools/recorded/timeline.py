@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast._core.base.values import Json, printable, shortened
-from holdfast._core.process.recording import BEGUN, Line
+from holdfast._core.process.recording import BEGUN, EventLine
 from holdfast._core.protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TASK_TRANSITIONS, TRANSITIONS
 from holdfast._watch.collector import RANKS
 
@@ -71,7 +71,7 @@ class RankTimeline:
     calls: list[RankCall] = field(default_factory=list)
     phases: list[TimedPhase] = field(default_factory=list)
     """In the order of their ends, followed by the open phases, the outermost first."""
-    told: list[Line] = field(default_factory=list)
+    told: list[EventLine] = field(default_factory=list)
     """Events other than phases, such as reports of late ranks."""
     first: float = 0.0
     last: float = 0.0
@@ -91,7 +91,7 @@ def text(value: object, most: int = LABEL) -> str:
     return shortened(printable(value), most)
 
 
-def timeline_of(rank: int, lines: list[Line]) -> RankTimeline:
+def timeline_of(rank: int, lines: list[EventLine]) -> RankTimeline:
     """Build the timeline of a rank from its events."""
     found = RankTimeline(rank)
     open_calls: dict[tuple[str, str], RankCall] = {}
