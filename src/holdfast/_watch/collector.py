@@ -107,7 +107,7 @@ class Collector:
             self.remark(kind, text, source, *values)
 
     def alike(self, parts: Iterable[Symptom], text: str, source: SourceLine) -> None:
-        """Add matching parts of fingerprints, each part once."""
+        """Add matching symptoms of known cases, each symptom once."""
         for part in parts:
             self.once("looks like", text.strip(), source, *part)
 

@@ -1,7 +1,7 @@
-"""Finds public threads with similar symptoms by a table of fingerprints (`looks_like.json`); not a verdict.
+"""Finds public threads with similar symptoms by a table of known cases (`looks_like.json`); not a verdict.
 
-A fingerprint has log lines, stack frames and operations as parts, and the number of them that must match. `*`
-in a line matches anything. A frame is a function and, if that is ambiguous, the end of its file name; an
+A known case has log lines, stack frames and operations as symptoms, and the number of them that must match.
+`*` in a line matches anything. A frame is a function and, if that is ambiguous, the end of its file name; an
 operation is its name and, if known, its sizes.
 """
 
@@ -36,14 +36,14 @@ class KnownCase(msgspec.Struct, frozen=True):
     noted: str
     """The day on which this entry was written."""
     needs: int = 1
-    """Number of its parts that must match."""
+    """Number of its symptoms that must match."""
     lines: tuple[str, ...] = ()
     frames: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
 
 
 class Symptom(NamedTuple):
-    """A part of a fingerprint."""
+    """A symptom of a known case."""
 
     title: str
     part: str
@@ -51,14 +51,14 @@ class Symptom(NamedTuple):
 
 @cache
 def table() -> tuple[KnownCase, ...]:
-    """Return the fingerprints of `looks_like.json`."""
+    """Return the known cases of `looks_like.json`."""
     text = files("holdfast._watch").joinpath("looks_like.json").read_bytes()
     return msgspec.json.decode(text, type=ready(tuple[KnownCase, ...]))
 
 
 @cache
 def lines() -> tuple[tuple[Symptom, str, re.Pattern[str]], ...]:
-    """Return the lines of fingerprints, each with its longest literal text and its pattern."""
+    """Return the lines of known cases, each with its longest literal text and its pattern."""
     return tuple(
         (
             Symptom(entry.title, line),
@@ -72,7 +72,7 @@ def lines() -> tuple[tuple[Symptom, str, re.Pattern[str]], ...]:
 
 @cache
 def _frames() -> dict[str, list[tuple[Symptom, str]]]:
-    """Return the frames of fingerprints and the ends of their file names, by function name."""
+    """Return the frames of known cases and the ends of their file names, by function name."""
     found: dict[str, list[tuple[Symptom, str]]] = defaultdict(list)
     for entry in table():
         for frame in entry.frames:
@@ -82,14 +82,14 @@ def _frames() -> dict[str, list[tuple[Symptom, str]]]:
 
 
 def parts_of_line(text: str) -> Iterator[Symptom]:
-    """Yield the parts of fingerprints that match a log line."""
+    """Yield the symptoms of known cases that match a log line."""
     for part, longest, pattern in lines():
         if longest in text and pattern.search(text) is not None:
             yield part
 
 
 def parts_of_call(call: Frame) -> Iterator[Symptom]:
-    """Yield the parts of fingerprints that match a stack frame."""
+    """Yield the symptoms of known cases that match a stack frame."""
     for part, file in _frames().get(call.function, ()):
         if call.file.endswith(file):
             yield part

@@ -2,7 +2,7 @@
 
 A pickle is a program for a machine with a stack and a memo (values that it may refer to again). This is that
 machine, for the opcodes that torch and megatron-core write (protocols 2 to 5); `pickletools` of the standard
-library documents each of them. A name becomes a `Global`, an instance or a call becomes a `Record`, unless a
+library documents each of them. A name becomes a `Global`, an instance or a call a `PickledObject`, unless a
 subclass of `PickleReader` decides otherwise.
 
 The length of the input limits time and memory, whatever the input contains:
@@ -40,7 +40,7 @@ class BadPickle(ValueError):
 
 class Global:
     """A name that a pickle refers to. `make` returns the value of a call of it; without `make`, a call
-    becomes a Record."""
+    becomes a PickledObject."""
 
     __slots__ = ("make", "module", "name")
 
