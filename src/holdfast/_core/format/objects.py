@@ -18,7 +18,7 @@ from holdfast._core.format.plain_objects import (
     UNREADABLE,
     Decoder,
     FindClass,
-    NotPlain,
+    NotJson,
     to_json,
 )
 from holdfast._core.format.records import OtherFields, classes_in
@@ -31,7 +31,7 @@ def encode(value: object, name: str) -> bytes:
         data = PLAIN + json.dumps(to_json(value), ensure_ascii=True, separators=(",", ":")).encode()
     # ValueError: an integer of more than 4300 digits, which Python does not convert to text. If torch's
     # format can't store the value either, `torch_objects` raises the error.
-    except (NotPlain, ValueError, RecursionError):
+    except (NotJson, ValueError, RecursionError):
         data = TORCH + torch_objects.encode(value, name)
     if len(data) > OBJECT_BYTES:
         raise BadInput(

@@ -23,7 +23,7 @@ _TAG = "!"
 _ONE_HASH = 1000
 
 
-class NotPlain(Exception):
+class NotJson(Exception):
     """JSON can't store a value."""
 
 
@@ -59,7 +59,7 @@ def to_json(value: Any) -> Json:
             "of": record.path,
             "v": [[name, to_json(part)] for name, part in record.parts],
         }
-    raise NotPlain
+    raise NotJson
 
 
 _NAMED: dict[type, Callable[[Any], Iterable[tuple[object, object]]]] = {
