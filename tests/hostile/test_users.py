@@ -108,7 +108,7 @@ def test_a_user_who_plants_links_all_the_time_reaches_nothing(monkeypatch: pytes
                 for step in (
                     lambda: shared_call.take_part(path, "job", 1),
                     lambda: shared_call.parts(path),
-                    lambda: shared_call.read_answers(path, [shared_call.Part("job", 1, "p")]),
+                    lambda: shared_call.read_answers(path, [shared_call.JobPart("job", 1, "p")]),
                     lambda: shared_call.waiting_call(str(run), "job"),
                     lambda: shared_call.ask_for_call(str(run), "somebody asks"),
                     lambda: recorder._append(b'{"name":"save.entered","at":1}\n' * 10),

@@ -28,10 +28,10 @@ from holdfast._core.roster.process import ENDED, Identity
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose, waited_for_memory
 from holdfast._watch.dumps import read_roll_call, read_stacks
-from holdfast._watch.evidence import CUT_OFF, Ending, Evidence, Rank, Source, Stack
-from holdfast._watch.own_stacks import Look, activity_here, stacks_here
+from holdfast._watch.evidence import CUT_OFF, Ending, Evidence, Rank, SourceLine, Stack
+from holdfast._watch.own_stacks import OwnEvidence, activity_here, stacks_here
 from holdfast._watch.places import told
-from holdfast._watch.shared_call import ROLL_CALLS, Part, folder_of, parts, read_answers, take_part
+from holdfast._watch.shared_call import ROLL_CALLS, JobPart, folder_of, parts, read_answers, take_part
 from holdfast._watch.verdict import TODO, Diagnosis, listed
 
 _SUCCESS = re.compile(r"exit(?:ed with)? code 0\b")
@@ -89,7 +89,7 @@ class Answering:
         is_plain = os.path.basename(asked.folder) == asked.folder and not asked.folder.startswith(".")
         name = (asked.folder if is_plain else "") or f"{stamp}-{number}"
         self._folder = os.path.join(folder, ROLL_CALLS, name) if folder else ""
-        self._part: Part | None = None
+        self._part: JobPart | None = None
         """This job's part in a call of several jobs."""
         self._writing = threading.Lock()
         self._latest: dict[int, Answer] = {}
@@ -99,7 +99,7 @@ class Answering:
         rank = self._base.rank
         if self._folder and self._asked.by == rank:
             start_thread(self._take_part, "holdfast-roll-call-file")
-        look = Look(rank, self._beacon.operations)
+        look = OwnEvidence(rank, self._beacon.operations)
         found, members = look.found, look.members
         # A rank that was stopped until now is too late: others have answered for it.
         if self._is_over() or not self._put(rank, found, members, is_first=True):
@@ -189,7 +189,7 @@ class Answering:
         except OSError as error:
             log.warning("The roll call's file %s could not be written: %s.", path, error.strerror)
 
-    def _part_of_this_job(self) -> Part:
+    def _part_of_this_job(self) -> JobPart:
         """Return this job's part as the caller has written it; if that is missing, of a call of one job."""
         job, ends = self._base.job(), time.monotonic() + NOTED
         while time.monotonic() < ends and not self._over.is_set():
@@ -197,12 +197,12 @@ class Answering:
                 if part.job == job:
                     return part
             time.sleep(0.1)
-        return Part(job, self._base.world_size, "")
+        return JobPart(job, self._base.world_size, "")
 
     def _add_other_jobs(self, to: Collector) -> None:
         """Add the answers from the ranks of the other jobs that take part in this call by now."""
         read: dict[str, Any] = {}
-        others: list[Part] = []
+        others: list[JobPart] = []
         done = threading.Event()
         seconds = JOINED + self._asked.pause
 
@@ -223,7 +223,7 @@ class Answering:
         for name, answer in list(read.items()):
             read_roll_call(answer, to, name)
         for part in others:
-            to.remark("job", part.said(), Source("roll call"))
+            to.remark("job", part.said(), SourceLine("roll call"))
 
     def _answers(self, ranks: Sequence[int]) -> dict[int, Message]:
         answers = self._base.get([f"roll/{self._number}/{rank}" for rank in ranks])
@@ -343,7 +343,9 @@ def _ending(seen: Seen) -> Ending:
     clean = clean or (seen.gone is not None and seen.gone.clean) or seen.ended == "its program has ended"
     clean = clean or _SUCCESS.search(seen.ended) is not None
     # An end of unknown kind (ENDED) may have been a success.
-    return Ending(seen.ended, Source("kernel"), is_clean=clean, is_cause=not clean and seen.ended != ENDED)
+    return Ending(
+        seen.ended, SourceLine("kernel"), is_clean=clean, is_cause=not clean and seen.ended != ENDED
+    )
 
 
 def summary(why: str, found: Diagnosis, evidence: Evidence, folder: str) -> str:

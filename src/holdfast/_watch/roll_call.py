@@ -50,7 +50,7 @@ OLD = 60.0
 """Age in seconds from which on a rank ignores a call."""
 
 
-class Pending:
+class PendingCollectives:
     """Tracks for how long each group has waited in one collective, by the flight recorder."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class RollCall:
     def __init__(self, roster: Roster) -> None:
         self.interval = pace(roster.world_size)
         self._roster = ref(roster)  # it lives as long as its process group
-        self._pending = Pending()
+        self._pending = PendingCollectives()
         self._number = 0
         """The number of the next call."""
         self._thread: threading.Thread | None = None
