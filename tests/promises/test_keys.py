@@ -29,7 +29,7 @@ from holdfast._core.protocol.rendezvous import life_of
 from holdfast._core.protocol.rounds import _DUTIES
 from holdfast._core.protocol.task import CollectiveTask
 from holdfast._core.roster.beacon import beacon_of
-from holdfast._core.roster.presence import see
+from holdfast._core.roster.lost import see
 from holdfast._core.roster.whereabouts import Inquiry
 from holdfast._groups.session.monitor import Monitor
 from holdfast._watch import roll_call
