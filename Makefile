@@ -52,7 +52,8 @@ check: lint  ## for the one who edits: lint, and the tests of the packages that 
 
 test: $(VENV)/.ready  ## the suite
 	$(BIN)/python -m compileall -q src tests drill  # or hundreds of processes compile what they import, where no .pyc are written
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not gpu" \
+		--durations 30 --durations-min 1
 
 lint: $(VENV)/.ready  ## style, types, direction of imports, and that all that is public has a type
 	$(BIN)/ruff check .
