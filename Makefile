@@ -69,7 +69,7 @@ dist: $(VENV)/.ready  ## a wheel and an sdist, in dist/
 	$(PIP) --group dist
 	$(BIN)/python -m build -q
 
-bench: $(VENV)/.bench  ## the figures in docs/benchmarks.md, peers measured in the same run
+bench: $(VENV)/.bench  ## the figures in docs/benchmarks.md, peers measured in the same run; fails if a page claims more
 	mkdir -p bench/results
 	set -e; for name in $(BENCHES); do $(BIN)/python -m bench.$$name --json bench/results/$$name.json; done
 	$(BIN)/python -m bench.table
