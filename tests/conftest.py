@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.store.faults import open_below
+from tests.support.durations import slowest_files
 from tests.support.processes import PRELOAD
 
 PRELOAD.append("tests.frameworks.megatron.preload")
@@ -68,6 +69,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {tests / name: number for number, name in enumerate(LONG.split())}
     assert all(path.is_file() for path in rank), "a file of LONG is gone"
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.option.durations:
+        reports = [one for kind in terminalreporter.stats.values() for one in kind]
+        terminalreporter.write_sep("=", "slowest files")
+        for line in slowest_files(
+            (one for one in reports if isinstance(one, pytest.TestReport)), config.option.durations_min or 0
+        ):
+            terminalreporter.write_line(line)
 
 
 FEW = 256
