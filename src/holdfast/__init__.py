@@ -25,6 +25,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from holdfast._core.base.collector import collector_paused
 from holdfast._core.io import register_format as _register_format
 
 if TYPE_CHECKING:
@@ -136,8 +137,6 @@ _register_format(_published_models)
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        from holdfast._core.base.collector import collector_paused
-
         # Imports free nothing; with torch loaded, one garbage collection doubles their time.
         with collector_paused():
             value = getattr(import_module(_WHERE[name]), name)

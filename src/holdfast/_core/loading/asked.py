@@ -15,7 +15,7 @@ from holdfast._core.loading.rest import Stored
 from holdfast._core.protocol.operation import Operation
 
 
-class Asked(NamedTuple):
+class AskedRows(NamedTuple):
     """What this rank asks for."""
 
     rows: list[tuple[int, int]]
@@ -28,7 +28,7 @@ class Asked(NamedTuple):
 
 def ask(
     source: Source, request: LoadRequest, plan: LoadPlan, merged: Sequence[int], operation: Operation
-) -> Asked:
+) -> AskedRows:
     """Return what this rank asks for. merged: rows of the index that were read for rules."""
     counts: Callable[[str], bool] = selector(request.patterns)
     left_out = list(plan.skipped)
@@ -53,4 +53,4 @@ def ask(
     stored = Stored((), lambda name: True)
     if is_committer and ((tells and len(asked) < source.tensors) or not plan.tensors[1]):
         stored = Stored(source.names(), counts if tells else lambda name: False)
-    return Asked(list(runs(asked)), left_out, stored)
+    return AskedRows(list(runs(asked)), left_out, stored)

@@ -17,7 +17,7 @@ from holdfast._core.base.threads import within
 from holdfast._core.base.values import Json
 from holdfast._core.io.renamed import Renamed
 from holdfast._core.io.unchanged import forget, remember_loaded
-from holdfast._core.loading.asked import Asked, ask
+from holdfast._core.loading.asked import AskedRows, ask
 from holdfast._core.loading.filling import give_back
 from holdfast._core.loading.merging import Merged, merge_ranks
 from holdfast._core.loading.offset_exchange import OffsetExchange, exchange_offsets, put_in_place, unplaced
@@ -28,7 +28,7 @@ from holdfast._core.loading.rest import KEPT, compare, warn
 from holdfast._core.loading.version import Version
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.protocol.core import load_steps
-from holdfast._core.protocol.messages import Chosen, HaveRead, Rest, to_message
+from holdfast._core.protocol.messages import Chosen, HaveRead, LoadRest, to_message
 from holdfast._core.protocol.operation import Operation, read_state
 from holdfast._core.protocol.phases import LOAD_TRANSITIONS
 from holdfast._core.ready import ready
@@ -156,7 +156,7 @@ class LoadJob:
             },
         )
         self.version = Version(request.store, self.operation)
-        self._asked: Asked | None = None
+        self._asked: AskedRows | None = None
         self._loaded: Loaded | None = None
 
         def read() -> None:
@@ -169,13 +169,13 @@ class LoadJob:
         if offsets is None and self.collect_error is None:
             self.collect_error = unplaced(self.target.table, self.operation.context.title)
 
-    def run(self) -> tuple[Loaded, Rest]:
+    def run(self) -> tuple[Loaded, LoadRest]:
         """Run the protocol. Returns what this rank has read, and what all ranks have left."""
         store = self.request.store
         try:
             value = self.operation.run(load_steps(self.operation.context, self), self.collect_error)
             assert self._loaded is not None
-            return self._loaded, msgspec.convert(value, ready(Rest))
+            return self._loaded, msgspec.convert(value, ready(LoadRest))
         except BaseException as error:
             if isinstance(error, CorruptCheckpoint):  # on all ranks
                 forget(store, self.request.call.rank)
