@@ -55,6 +55,12 @@ def source_of(distribution: str, module: str) -> Path | None:
     return None
 
 
+def imports(source: Path, name: str) -> bool:
+    """Does a file import a name by `from ... import`?"""
+    tree = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+    return any(isinstance(node, ast.ImportFrom) and name in {one.name for one in node.names} for node in tree)
+
+
 def defines(source: Path, name: str) -> bool:
     """Does a file define a function, or a class with such a method?"""
     body = ast.parse(source.read_text(encoding="utf-8")).body
@@ -85,7 +91,8 @@ def test_every_name_is_one_of_the_package(framework: Framework) -> None:
         if foreign or replacement.adds:
             continue
         source = source_of(framework.distribution, replacement.module)
-        if source is None or not defines(source, replacement.name):
+        found = imports if replacement.imported else defines
+        if source is None or not found(source, replacement.name):
             lacking.add(str(replacement))
         looked += 1
     assert lacking <= NOT_IN.get(framework.name, set())
