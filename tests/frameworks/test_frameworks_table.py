@@ -119,10 +119,14 @@ def test_every_save_tells_its_calls_apart(framework: Framework) -> None:
 
 
 def arguments_of(source: Path, name: str) -> list[str]:
-    """The names of a function's arguments."""
-    last = name.rpartition(".")[2]
-    tree = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
-    found = next(node for node in tree if isinstance(node, ast.FunctionDef) and node.name == last)
+    """The names of a function's arguments; of a method, those of its own class."""
+    owner, _, last = name.rpartition(".")
+    inside: ast.AST = ast.parse(source.read_text(encoding="utf-8"))
+    for part in filter(None, owner.split(".")):
+        inside = next(
+            node for node in ast.walk(inside) if isinstance(node, ast.ClassDef) and node.name == part
+        )
+    found = next(node for node in ast.walk(inside) if isinstance(node, ast.FunctionDef) and node.name == last)
     return [one.arg for one in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
 
 
