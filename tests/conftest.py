@@ -3,12 +3,15 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.store.faults import open_below
+from tests.support.durations import slowest_files
 from tests.support.processes import PRELOAD
 
 PRELOAD.append("tests.frameworks.megatron.preload")
@@ -68,6 +71,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.option.durations:
+        reports = [one for kind in terminalreporter.stats.values() for one in kind]
+        terminalreporter.write_sep("=", "slowest files")
+        for line in slowest_files(
+            (one for one in reports if isinstance(one, pytest.TestReport)), config.option.durations_min or 0
+        ):
+            terminalreporter.write_line(line)
+
+
 FEW = 256
 """Descriptors that a test process may have open between two tests: many systems allow a process 1024."""
 
@@ -79,5 +92,5 @@ def few_descriptors() -> Iterator[None]:
     yield
     if len(os.listdir("/proc/self/fd")) > FEW:
         gc.collect()
-        left = len(os.listdir("/proc/self/fd"))
-        assert left <= FEW, f"{left} descriptors are open"
+        left = open_below("")
+        assert len(left) <= FEW, Counter(left).most_common(20)

@@ -28,6 +28,7 @@ from holdfast._core.protocol.call import find_roster
 from holdfast._core.protocol.job import Job, defaults, job_of, limits_of
 from holdfast._core.roster.base import Roster
 from holdfast._core.roster.beacon import Beacon, beacon_of
+from holdfast._core.roster.lost import DESTROYED
 from holdfast._core.roster.process import stack_dump
 from holdfast._core.roster.tcp_client import PATIENCE
 from holdfast._core.torch_private import forget_groups
@@ -128,7 +129,7 @@ class _Installation:
                 fails = sys.exception() is not None
                 if not fails:
                     wait_for_works(None)
-                self.beacon.end("it has destroyed its process group")
+                self.beacon.end(DESTROYED)
                 if not fails:
                     self.beacon.see_off()
             original(*args, **named)

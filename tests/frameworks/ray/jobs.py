@@ -86,9 +86,11 @@ class Trainer:
         kinds = (engine_workers.ActorRolloutRefWorker, engine_workers.TrainingWorker)
         return [kind.__name__ for kind in kinds if hasattr(kind, "async_calls_finalize_fn_exec")]
 
-    def dawdle(self, seconds: float) -> None:
-        """Be somewhere else."""
-        time.sleep(seconds)
+    def dawdle(self, enough: str, seconds: float) -> None:
+        """Be somewhere else until there is a file; for so many seconds at most."""
+        ends = time.monotonic() + seconds
+        while not os.path.exists(enough) and time.monotonic() < ends:
+            time.sleep(0.05)
 
     def _manager(self, in_background: bool) -> Any:
         from tests.frameworks.verl.jobs import CONTENTS, manager_of

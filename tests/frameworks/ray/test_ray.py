@@ -73,22 +73,29 @@ def answers(actors: list[Any], method: str, *args: Any, limit: float = LIMIT) ->
     return list(ray.get([getattr(actor, method).remote(*args) for actor in actors], timeout=limit))
 
 
-def errors(actors: list[Any], method: str, *args: Any) -> tuple[list[BaseException], float]:
-    """What each raises, and the seconds until the last has answered."""
+def errors(actors: list[Any], method: str, *args: Any) -> list[BaseException]:
+    """What each raises; that it does not answer is no error of its own."""
     import ray
 
-    begun = time.monotonic()
     asked = [getattr(actor, method).remote(*args) for actor in actors]
     found: list[BaseException] = []
     for reference in asked:
         with pytest.raises(ray.exceptions.RayError) as caught:
             ray.get(reference, timeout=LIMIT)
+        assert not isinstance(caught.value, ray.exceptions.GetTimeoutError)
         found.append(caught.value)
-    return found, time.monotonic() - begun
+    return found
 
 
 def others(cluster: Cluster, rank: int) -> list[Any]:
     return [actor for number, actor in enumerate(cluster.trainers) if number != rank]
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +127,10 @@ def cluster() -> Iterator[Cluster]:
     finally:
         of_ray = [child for child in mine.children(recursive=True) if child.pid not in known]
         ray.shutdown()
-        _, left = psutil.wait_procs(of_ray, 10)
+        with contextlib.suppress(AssertionError):
+            # Not by psutil's `wait_procs`, which opens a descriptor of a process and fails while that ends.
+            wait_until(lambda: not list(filter(lives, of_ray)), ALONE)
+        left = list(filter(lives, of_ray))
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -160,19 +170,20 @@ def test_verls_workers_finalize_a_save_in_the_background(cluster: Cluster) -> No
 
 @pytest.mark.timeout(300)
 def test_the_driver_hears_which_rank_did_not_come_and_where_it_is(cluster: Cluster) -> None:
-    late = cluster.trainers[ABSENT]
-    folder = str(cluster.folder / "step" / "late")
-    busy = late.dawdle.remote(STALL + 12)
-    waits = late.save.remote(folder)
-    found, took = errors(others(cluster, ABSENT), "save", folder)
     import ray
 
+    late, enough = cluster.trainers[ABSENT], cluster.folder / "enough"
+    folder = str(cluster.folder / "step" / "late")
+    busy = late.dawdle.remote(str(enough), 2 * LIMIT)
+    waits = late.save.remote(folder)
+    found = errors(others(cluster, ABSENT), "save", folder)
+    assert ray.wait([busy], timeout=0) == ([], [busy]), "they have heard it while it dawdles"
+    enough.touch()
     for error in found:
         assert "RankFailed" in type(error).__name__
         assert f"waited for rank {ABSENT} to enter" in str(error)
         assert "MegatronCheckpointManager.save_checkpoint" in str(error)
         assert " dawdle" in str(error)  # where it is
-    assert took < STALL + 10  # while it dawdles
     assert ray.get(busy, timeout=LIMIT) is None
     with pytest.raises(ray.exceptions.RayError, match=f"rank {ABSENT}"):
         ray.get(waits, timeout=LIMIT)
@@ -185,14 +196,13 @@ def test_the_driver_hears_which_actor_was_killed(cluster: Cluster) -> None:
 
     waiting = [actor.save.remote(str(cluster.folder / "killed")) for actor in others(cluster, KILLED)]
     time.sleep(0.5)
-    begun = time.monotonic()
     ray.kill(cluster.trainers[KILLED])
     for reference in waiting:
         with pytest.raises(ray.exceptions.RayTaskError, match=f"rank {KILLED} ") as caught:
             ray.get(reference, timeout=LIMIT)
         assert "RankFailed" in type(caught.value).__name__
         assert ended(str(caught.value))
-    assert time.monotonic() - begun < STALL + 2
+        assert "stall_timeout" not in str(caught.value), "it is its end that they heard of, not its silence"
     wait_until(lambda: cluster.logs().count("ends: The session ended because of rank") >= TRAINERS - 1, 30)
 
 
@@ -212,7 +222,7 @@ def test_fewer_actors_resume_and_end_when_the_driver_lets_go_of_them(cluster: Cl
 def test_actors_answer_after_their_session_and_no_collective_of_theirs_hangs(cluster: Cluster) -> None:
     alive = others(cluster, KILLED)
     assert len(set(answers(alive, "pid"))) == TRAINERS - 1
-    found, took = errors(alive[1:], "steps", 1)
-    assert len(found) == TRAINERS - 2
-    assert took < 20  # `grace` is 10 s
+    assert len(errors(alive[1:], "steps", 1)) == TRAINERS - 2
+    # One waits for the rank that was killed, whose end gloo sees, the other for rank 0, which is not asked.
+    wait_until(lambda: f"rank {ABSENT} ends with exit code" in cluster.logs())
     assert len(set(answers([alive[0], *cluster.spectators], "pid"))) == SPECTATORS + 1

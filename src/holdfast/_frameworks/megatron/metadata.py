@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from holdfast._core.base.reporting import warn_once
-from holdfast._core.format import objects
+from holdfast._core.format import objects, plain_objects
 from holdfast._core.format.names import (
     COMMON,
     COMMON_FILE,
@@ -54,7 +54,7 @@ def read_common(store: Store) -> mcore.StateDict:
     with allowing(mcore.safe_types(stock=True)):
         common = read_object(store, COMMON)
         if common is None and (data := read_file(store, COMMON_FILE)) is not None:
-            common = objects.decode(objects.TORCH + data, COMMON_FILE)
+            common = objects.decode(plain_objects.TORCH + data, COMMON_FILE)
         elif common is None and (shard := read_object(store, COMMON_SHARD)) is not None:
             common = only_one(shard, COMMON_SHARD)
     return common if isinstance(common, dict) else {}

@@ -26,7 +26,7 @@ from holdfast._frameworks.patching import MakeReplacement, Replacement
 from holdfast._frameworks.ray import is_between_calls
 from holdfast._frameworks.settings import Settings
 from holdfast._groups.lifecycle.warm_up import warm_up as warm_up_groups
-from holdfast._groups.session.session import Session
+from holdfast._groups.session.session import GroupSession
 from holdfast.errors import BadInput, GroupsFailed
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("holdfast")
 Function = Callable[..., object]
-_sessions: list[Session] = []
+_sessions: list[GroupSession] = []
 """The session of this process, if it has one."""
 _CORE = "megatron.core.dist_checkpointing"
 QUEUE = f"{_CORE}.strategies.async_utils"
@@ -164,7 +164,7 @@ def _begin_session(settings: Settings) -> None:
     job = replace(settings.job, timeout=max(settings.job.timeout or TIMEOUT, own_timeout(None)))
     # A process has one session, but a framework may make new groups.
     if settings.session and not _sessions:
-        made = Session(
+        made = GroupSession(
             job=job,
             after_end=settings.after_end,
             warm=settings.warm_up,

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from holdfast._core.format.names import INDEX, MARKER, METADATA, rank_in_name
-from holdfast._core.format.objects import PLAIN
+from holdfast._core.format.plain_objects import PLAIN
 from holdfast._core.io.open_checkpoint import open_source
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import OBJECT, TensorSpec

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from holdfast._core.base.options import Options
 from holdfast._core.base.reporting import Meter, quiet
 from holdfast._core.base.values import ReportProgress
-from holdfast._core.format import objects
+from holdfast._core.format import objects, plain_objects
 from holdfast._core.format.archive import Archive, BadArchive
 from holdfast._core.format.columns import Columns, unpad
 from holdfast._core.format.index import Index
@@ -134,7 +134,7 @@ def _leaves(store: Store, opened: TorchDist, meter: Meter, has_config: bool) -> 
     for entry, chunk, location, reader in opened.chunks():
         if entry.kind == OBJECT:
             with bounded_memory(f"The object {entry.name!r} of {opened.where}"):
-                data = objects.TORCH + _intact(reader.read(chunk.start, chunk.length), entry.name)
+                data = plain_objects.TORCH + _intact(reader.read(chunk.start, chunk.length), entry.name)
             # megatron-core keeps each object in a list. Only its folders have a configuration.
             if SHARD in entry.name and has_config:
                 data = _unwrapped(data, entry.name)
@@ -147,7 +147,7 @@ def _leaves(store: Store, opened: TorchDist, meter: Meter, has_config: bool) -> 
     for entry in opened.empty():
         yield leaf(entry.name, torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)))
     if (common := read_file(store, COMMON_FILE)) is not None:
-        yield leaf(COMMON, Part.object(COMMON, objects.TORCH + _intact(common, COMMON_FILE)))
+        yield leaf(COMMON, Part.object(COMMON, plain_objects.TORCH + _intact(common, COMMON_FILE)))
 
 
 def _unwrapped(data: bytes, name: str) -> bytes:

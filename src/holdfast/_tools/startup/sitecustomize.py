@@ -32,9 +32,7 @@ def _run_the_hidden_one() -> None:
 
 def _install(module: ModuleType) -> None:
     try:
-        from holdfast._core.base.options import Options, read_install
-        from holdfast._core.protocol.job import Job
-        from holdfast._frameworks.install import install, is_installed
+        from holdfast._frameworks.startup import install_from_environment
     except ImportError:
         if module.__name__ != "torch":
             raise
@@ -46,10 +44,7 @@ def _install(module: ModuleType) -> None:
         for package in TRAINING:
             wrapt.register_post_import_hook(_install, package)
         return
-    arguments = read_install()
-    if arguments is not None and not is_installed():
-        job = dict(arguments.pop("job", {}))
-        install(**arguments, job=Job(**{**job, "options": Options(**job.get("options", {}))}))
+    install_from_environment()
 
 
 def _begin() -> None:
