@@ -10,6 +10,7 @@ import torch
 
 from holdfast._core.layout.patterns import Patterns
 from holdfast._core.state.live import LiveSource
+from holdfast._core.state.tensors import Merge
 
 
 class MergeRule(NamedTuple):
@@ -17,7 +18,7 @@ class MergeRule(NamedTuple):
 
     name: str
     """Name of the value, including this rank (`name@rank`)."""
-    merge: Callable[[Mapping[int, Any]], Any]
+    merge: Merge
     value: object
     """The present value."""
     states: Mapping[int, object]
