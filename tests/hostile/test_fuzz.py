@@ -28,7 +28,7 @@ from holdfast._core.format.index_layout import encode
 from holdfast._core.format.tensor_archive import Chunk, ChunkLocation, locate
 from holdfast.errors import CorruptCheckpoint, HoldfastError, LoadFailed
 from tests.format.indexes import build, everything
-from tests.frameworks.test_torch_dist import state
+from tests.frameworks.torch_dcp.test_torch_dist import state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of what it is given
 

@@ -30,6 +30,7 @@ from holdfast._tools.cli import doctor as doctor_command
 from holdfast._tools.recorded.event_log import read_events
 from holdfast._watch import shared_call
 from holdfast.errors import BadInput
+from tests.store.faults import open_below
 from tests.support.waiting import wait_until
 
 NOBODY = 65534
@@ -119,6 +120,7 @@ def test_a_user_who_plants_links_all_the_time_reaches_nothing(monkeypatch: pytes
                     except (OSError, BadInput):
                         failed += 1
                 longest = max(longest, time.monotonic() - began)
+        assert open_below(shared) == [], "an attack must not cost a descriptor"
         assert victim.read_text() == "precious"
         assert os.stat(victim).st_nlink == 1 or Path("/proc/sys/fs/protected_hardlinks").read_text() == "0\n"
         assert os.listdir(own) == ["victim"]

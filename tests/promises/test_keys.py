@@ -7,6 +7,7 @@ stranger is faster than both.
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 import threading
 import time
@@ -29,7 +30,7 @@ from holdfast._core.protocol.rendezvous import life_of
 from holdfast._core.protocol.rounds import _DUTIES
 from holdfast._core.protocol.task import CollectiveTask
 from holdfast._core.roster.beacon import beacon_of
-from holdfast._core.roster.presence import see
+from holdfast._core.roster.lost import see
 from holdfast._core.roster.whereabouts import Inquiry
 from holdfast._groups.session.monitor import Monitor
 from holdfast._watch import roll_call
@@ -38,6 +39,7 @@ from holdfast._watch.own_stacks import OwnEvidence
 from holdfast.errors import HoldfastError, RankFailed
 from tests.docs.pages import ROOT, table, text
 from tests.support.strangers import Attacked, Stranger, job_of, on_each
+from tests.support.waiting import wait_until
 
 SECONDS = {"nothing": 30.0, "believed": 30.0, "fails": 1.0, "late": 4.0}
 """Of the deadline of a call, by what the table says: what fails, mostly does so by its deadline."""
@@ -186,9 +188,15 @@ def where(roster: Attacked, folder: Path, number: int) -> str:
 
 
 def late(roster: Attacked, folder: Path, number: int) -> str:
-    """Rank 1 is late, and rank 0 tells of it."""
-    time.sleep(0.6 * roster.rank)
-    call = begin_call(job_of(roster, timeout=roster.seconds, report_after=0.2))
+    """Rank 1 comes once rank 0 tells that it is late, in each of the runs."""
+
+    def is_told() -> bool:
+        with roster.stranger.faster:
+            return len(fnmatch.filter(roster.stranger.keys, ROWS["K/told/<n>"].pattern)) >= number
+
+    if roster.rank == 1:
+        wait_until(is_told)
+    call = begin_call(job_of(roster, timeout=30.0, report_after=0.2))
     chosen = agree("late", "memory:late", lambda said: len(said), call)
     return RIGHT if chosen == 2 else WRONG
 

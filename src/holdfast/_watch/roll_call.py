@@ -27,7 +27,8 @@ from holdfast._core.base.threads import start_thread
 from holdfast._core.process.heart import heart
 from holdfast._core.roster.base import Roster
 from holdfast._core.roster.beacon import Beacon, beacon_of
-from holdfast._core.roster.presence import pace, read, see
+from holdfast._core.roster.lost import see
+from holdfast._core.roster.presence import pace, read
 from holdfast._core.torch_private import flight_records, shortest_timeout
 from holdfast._watch.answering import Answering, Asked
 from holdfast._watch.shared_call import waiting_call

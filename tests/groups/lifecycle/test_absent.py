@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from holdfast._core.protocol.liveness import STALLED
-from holdfast._core.roster.presence import Seen, Vitals
+from holdfast._core.roster.lost import Seen
+from holdfast._core.roster.presence import Vitals
 from holdfast._core.roster.process import Identity
 from holdfast._groups.lifecycle.absent import Plan, WarmUpPlace, may_be_explained, who_did_not_come
 from holdfast.errors import DeadlineExceeded, RankFailed

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from holdfast._core.base.values import Message, size_text
 from holdfast._core.protocol.liveness import STALLED
-from holdfast._core.roster.presence import Seen, describe
+from holdfast._core.roster.lost import Seen, describe
 from holdfast._groups.lifecycle.claims import label, listed
 from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed
 

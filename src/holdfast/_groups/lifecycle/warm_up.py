@@ -23,7 +23,7 @@ from holdfast._core.base.values import Message, size_text
 from holdfast._core.protocol.call import Call, begin_call
 from holdfast._core.protocol.job import Job, job_of
 from holdfast._core.protocol.task import CollectiveTask
-from holdfast._core.roster.presence import Seen, describe, see
+from holdfast._core.roster.lost import DYING, Seen, describe, see
 from holdfast._core.torch_private import KnownGroup, collectives_issued, is_open, known_groups
 from holdfast._groups.audit.doctor import serve
 from holdfast._groups.lifecycle.absent import Plan, WarmUpPlace, may_be_explained, places_of, who_did_not_come
@@ -36,9 +36,6 @@ from holdfast._groups.lifecycle.report import IssuedOperation, WarmedGroup, Warm
 from holdfast._groups.lifecycle.state import facts, opened, warm
 from holdfast._groups.lifecycle.uses import OPERATIONS, uses
 from holdfast.errors import BadInput, GroupsFailed, HoldfastError, RankFailed, first_line
-
-DYING = 1.0
-"""Maximum seconds between the loss of a process's connections and its end."""
 
 
 class _WarmUp(CollectiveTask):

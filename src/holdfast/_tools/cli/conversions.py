@@ -4,7 +4,7 @@
 from holdfast._core.base.options import Options
 from holdfast._core.protocol.job import Job
 from holdfast._frameworks.deepspeed.importing import import_zero
-from holdfast._frameworks.torch_dist import export_torch_dist, import_torch_dist
+from holdfast._frameworks.torch_dcp.torch_dist import export_torch_dist, import_torch_dist
 from holdfast._models.huggingface.export import export_huggingface
 from holdfast._models.huggingface.importing import import_huggingface
 

@@ -39,16 +39,12 @@ def _install(module: ModuleType) -> None:
         # Holdfast itself has imported torch, and is half loaded. Once a framework is imported it is complete.
         import wrapt
 
-        for package in _FRAMEWORKS:
+        from holdfast._frameworks.frameworks import TRAINING
+
+        for package in TRAINING:
             wrapt.register_post_import_hook(_install, package)
         return
     install_from_environment()
-
-
-_FRAMEWORKS = (
-    *("megatron.core", "verl", "swift", "nemo_rl", "torchtitan", "deepspeed"),
-    *("accelerate", "transformers", "lightning", "pytorch_lightning"),
-)
 
 
 def _begin() -> None:
