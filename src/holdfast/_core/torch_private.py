@@ -18,7 +18,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from holdfast._core.base.values import Message
 from holdfast.errors import BadInput, LoadFailed
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ TorchStore: TypeAlias = "_distributed_c10d.Store"
 TcpStore: TypeAlias = "_distributed_c10d.TCPStore"
 StorageInfo: TypeAlias = "_StorageInfo"
 """Torch DCP's file and byte range of a part."""
+FlightRecord: TypeAlias = dict[str, Any]
+"""Torch's JSON about the collectives of this process."""
 Callee = Callable[..., object]
 _TESTED = "Install a release of torch that Holdfast is tested with (docs/tested.md)."
 
@@ -360,7 +361,7 @@ def forget_groups() -> None:
             _past[name] = max(map(int, record.get("pg_status", ())), default=-1)
 
 
-def flight_records(entries: bool = False) -> list[Message]:
+def flight_records(entries: bool = False) -> list[FlightRecord]:
     """Return torch's flight records of this process: the last numbers of each group, and with `entries` each
     collective that is still known, except of a process that uses CUDA. Empty where torch has no recorder, or
     none for the backend."""
@@ -374,7 +375,7 @@ def flight_records(entries: bool = False) -> list[Message]:
     return records
 
 
-def _dumps(entries: bool) -> Iterator[tuple[str, Message]]:
+def _dumps(entries: bool) -> Iterator[tuple[str, FlightRecord]]:
     c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
     # For its entries the recorder asks CUDA about events, and a graph that another thread captures meanwhile
     # fails by that (pytorch 104487); the events may also be freed meanwhile.
