@@ -27,7 +27,7 @@ from holdfast._core.io.small_files import read_file
 from holdfast._core.io.torch_file import TorchFile, TorchFileTensor
 from holdfast._core.layout.tensor import Dims
 from holdfast._core.store.base import Store
-from holdfast._frameworks.deepspeed.elements import Elements, NotPlain, Place, plain
+from holdfast._frameworks.deepspeed.elements import ElementPlace, Elements, NotPlain, plain
 from holdfast.errors import BadInput, CorruptCheckpoint
 
 log = logging.getLogger("holdfast")
@@ -255,12 +255,12 @@ class ZeroCheckpoint:
                 "nor a number."
             )
 
-    def _cut(self, start: int, numel: int, length: int, name: str) -> Callable[[int], Place]:
+    def _cut(self, start: int, numel: int, length: int, name: str) -> Callable[[int], ElementPlace]:
         """Return a function that finds the elements of a parameter split by ZeRO 3. start: position of its
         part in each rank's flat tensor. length: length of that tensor."""
         part = max(math.ceil(numel / self.ranks), 1)
         self._require(numel == 0 or start + part <= length, name)
-        return lambda index: Place(index // part, start + index % part, part - index % part)
+        return lambda index: ElementPlace(index // part, start + index % part, part - index % part)
 
     def _require(self, there: bool, name: str) -> None:
         if not there:
@@ -305,11 +305,11 @@ class ZeroCheckpoint:
         return groups
 
 
-def _in_flat(start: int, length: int, numel: int, index: int) -> Place:
+def _in_flat(start: int, length: int, numel: int, index: int) -> ElementPlace:
     """Return the place of an element of a parameter. start: the parameter's position in the flat tensor.
     length: length of the parts into which that is split."""
     rank, at = divmod(start + index, length)
-    return Place(rank, at, min(length - at, numel - index))
+    return ElementPlace(rank, at, min(length - at, numel - index))
 
 
 def _as(kind: type[_Kind], value: object) -> _Kind:
