@@ -65,7 +65,7 @@ def _answer_key(rank: int) -> str:
 # -- the rank that answers ------------------------------------------------------------------------
 
 
-class Answering:
+class StackAnswering:
     """Answers questions to this rank, and to neighbours that can't answer. A part of the beacon."""
 
     def __init__(self, rank: int) -> None:
