@@ -14,12 +14,14 @@ from holdfast._frameworks.install import install, is_installed
 
 if TYPE_CHECKING:  # types are checked without torchtitan
 
-    class TorchtitanManager:
-        @dataclass(kw_only=True, slots=True)
-        class Config:
-            enable: bool = False
+    @dataclass(kw_only=True, slots=True)
+    class TorchtitanConfig:
+        enable: bool = False
 
-        def __init__(self, config: Config, **components: object) -> None: ...
+    class TorchtitanManager:
+        Config = TorchtitanConfig
+
+        def __init__(self, config: TorchtitanConfig, **components: object) -> None: ...
 
 else:
     from torchtitan.components.checkpointer import CheckpointManager as TorchtitanManager
