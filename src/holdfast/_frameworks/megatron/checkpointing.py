@@ -32,8 +32,9 @@ from holdfast._core.store.base import Store
 from holdfast._core.store.local import open_store
 from holdfast._core.store.run_folder import step_of
 from holdfast._frameworks.arguments import taking_those_of
-from holdfast._frameworks.foreign_errors import of_megatron, raising
+from holdfast._frameworks.foreign_errors import raising
 from holdfast._frameworks.megatron import mcore, steps
+from holdfast._frameworks.megatron.errors import of_megatron
 from holdfast._frameworks.megatron.integrity import check_integrity
 from holdfast._frameworks.megatron.metadata import (
     is_stock,

@@ -16,9 +16,10 @@ from holdfast._core.run.turns import one_at_a_time
 from holdfast._core.saving.job import SaveJob
 from holdfast._core.store.local import open_store
 from holdfast._core.store.run_folder import newest_steps
-from holdfast._frameworks.foreign_errors import of_megatron, raising
+from holdfast._frameworks.foreign_errors import raising
 from holdfast._frameworks.megatron import mcore
 from holdfast._frameworks.megatron.checkpointing import load_state
+from holdfast._frameworks.megatron.errors import of_megatron
 from holdfast._frameworks.megatron.metadata import mark, write_after_commit
 from holdfast._frameworks.megatron.saving import read_state_dict
 from holdfast._models.huggingface.export import ExportReport, run_export

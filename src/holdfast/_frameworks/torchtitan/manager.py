@@ -7,7 +7,7 @@ saves and loads go through Holdfast, and its waits have deadlines.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from holdfast._core.protocol.job import Job
 from holdfast._frameworks.install import install, is_installed
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # types are checked without torchtitan
         enable: bool = False
 
     class TorchtitanManager:
-        Config = TorchtitanConfig
+        Config: TypeAlias = TorchtitanConfig
 
         def __init__(self, config: TorchtitanConfig, **components: object) -> None: ...
 
