@@ -25,13 +25,17 @@ class MergeRule(NamedTuple):
     """The states of stateful values within `value`, by the `id` of each."""
 
 
+Put = Callable[[Any], None]
+"""Replaces a value of a state."""
+
+
 @dataclass(slots=True)
 class Leaf:
     """One value of the state: its name, and a function that replaces it."""
 
     name: str
     value: Any
-    put: Callable[[Any], None]
+    put: Put
     optional: bool = False
     private: bool = False
     """Whether it belongs to this rank (PerRank): no other rank holds the name."""

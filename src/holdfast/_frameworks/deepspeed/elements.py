@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -84,7 +84,7 @@ class NotPlain(Exception):
     """A value contains instances of classes, or is too large for the file. The message describes it."""
 
 
-def plain(value: object, room: list[int]) -> Any:
+def plain(value: object, room: list[int]) -> object:
     """Return a value with its tensors read. room: remaining bytes that it may take in memory (updated here):
     a small file may make a large value by repeated references."""
     room[0] -= value.size if isinstance(value, TorchFileTensor) else 1

@@ -13,9 +13,11 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, TypedDict, Unpack
+
+import torch
 
 from holdfast._core.protocol.call import Call, begin_call
 from holdfast._frameworks.huggingface.weights import Left, Weights, unwrapped
@@ -81,12 +83,23 @@ def _has_groups() -> bool:
     return state is not None and bool(state.model_parallel_is_initialized())
 
 
-def chunks_of(model: Any) -> Any:
+Chunks = Sequence[torch.nn.Module]
+"""The parts of a model on this rank."""
+
+
+class HowToExport(TypedDict, total=False):
+    """Arguments of `live.export`."""
+
+    file_bytes: int
+    strict: bool
+
+
+def chunks_of(model: Any) -> Chunks:
     """Return a model as a list of its chunks, which most frameworks already pass."""
     return model if isinstance(model, list | tuple) else [model]
 
 
-def output_of_values(chunks: list[Any]) -> tuple[str, ...]:
+def output_of_values(chunks: Chunks) -> tuple[str, ...]:
     """Return the output layer's name if it has one row (a value model); stock code does not load it."""
     weights = [dict(unwrapped(chunk).named_parameters()) for chunk in chunks]
     return (OUTPUT,) if any(OUTPUT in own and own[OUTPUT].shape[0] == 1 for own in weights) else ()
@@ -99,7 +112,7 @@ def fill(asked: Weights | Left, place: str, call: Call) -> None:
     live.fill(asked, place, call)
 
 
-def export(asked: Weights | Left, out: str, call: Call, **how: Any) -> None:
+def export(asked: Weights | Left, out: str, call: Call, **how: Unpack[HowToExport]) -> None:
     """Export a live model as published weights (`live.export`)."""
     from holdfast._frameworks.huggingface import live
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from holdfast._core.background.pending import Pending
 from holdfast._core.format.names import TRACKER
@@ -78,7 +78,7 @@ class Checkpoints(RunFolder):
         *,
         strict: mcore.StrictHandling | str = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
         fallback: bool = True,
-    ) -> Any:
+    ) -> mcore.Loaded:
         """Load the newest committed iteration, or the given one; return as `load`, or None if there is none.
 
         All ranks load the same one. If it is damaged, the one before it is loaded, with a warning, unless

@@ -10,6 +10,7 @@ from holdfast._core.protocol.call import Call
 from holdfast._frameworks.huggingface.replacing import (
     OUTPUT,
     Arguments,
+    Chunks,
     chunks_of,
     export,
     fill,
@@ -44,7 +45,7 @@ def _load(given: Arguments, call: Call) -> object:
     return chunks
 
 
-def _asked_to_load(given: Arguments, chunks: list[Any]) -> Weights | Left:
+def _asked_to_load(given: Arguments, chunks: Chunks) -> Weights | Left:
     mismatched = given.get("allowed_mismatched_params") or []
     if mismatched not in ([], [OUTPUT]):  # verl gives the latter for a value model
         return Left(f"allowed_mismatched_params={mismatched} was given")
@@ -64,7 +65,7 @@ def _save(given: Arguments, call: Call) -> None:
 
 
 def _of_pretrained(
-    bridge: Any, pretrained: object, chunks: list[Any], without: tuple[str, ...] = ()
+    bridge: Any, pretrained: object, chunks: Chunks, without: tuple[str, ...] = ()
 ) -> Weights | Left:
     """Return the weights with the folder that a bridge reads; for a model on the hub, that in the cache."""
     if getattr(bridge, "export_weight_dtype", "bf16") == "fp8":  # 0.3.1 does not have it

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast._core.base.reporting import warn_once
 from holdfast._core.format.torch_objects import allowing
-from holdfast._core.state.live import StateDict
+from holdfast._core.state.live import State, StateDict
 from holdfast._frameworks.guard import is_guarded, note_committed
 from holdfast._frameworks.megatron import enumerations
 from holdfast._frameworks.patching import MakeReplacement, Replacement
@@ -59,7 +59,7 @@ def _reading(name: str) -> MakeReplacement:
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
-        def read(*args: Any, **named: Any) -> object:
+        def read(*args: object, **named: object) -> object:
             # Imported here, as below; besides, torch DCP is only partially imported when `make` runs.
             from holdfast._frameworks.torch_dcp.reader import READS
 
@@ -76,7 +76,7 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
-        def call(state_dict: StateDict, *args: Any, **named: Any) -> object:
+        def call(state_dict: StateDict, *args: object, **named: Any) -> object:
             # Only deprecated arguments are positional, and frameworks don't pass them.
             if args or not is_guarded():
                 return original(state_dict, *args, **named)
@@ -92,7 +92,7 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
                 # The framework gives this argument, and its user can't remove it (docs/decisions/0016).
                 warn_once(f"torch.distributed.checkpoint.{original.__name__} is not replaced: {error}")
                 return original(state_dict, **named)
-            how: dict[str, Any] = {
+            how: State = {
                 **objects,
                 "checkpoint_id": named.get("checkpoint_id"),
                 "process_group": named.get("process_group"),
@@ -106,7 +106,7 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
                 how["objects_may_differ"] = True  # frameworks save random states of all ranks under one name
                 if name == "async_save":
                     return calls.async_save(state_dict, **how)
-                saved: Any = calls.save(state_dict, **how)
+                saved = calls.save(state_dict, **how)
             # Not for an asynchronous save, which is committed only at its end.
             note_committed(saved.path)
             return saved
