@@ -36,10 +36,10 @@ def late_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(node): node for function in functions for node in ast.walk(function)}
     for node in inside.values():
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("holdfast"):
-            yield node
-        elif isinstance(node, ast.Import) and any(alias.name.startswith("holdfast") for alias in node.names):
-            yield node
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            ours = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            if any(name.startswith("holdfast") for name in ours):
+                yield node
 
 
 def test_two_classes_have_two_names() -> None:
