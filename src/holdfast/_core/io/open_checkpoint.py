@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
 
 import numpy as np
 
+from holdfast._core.base.values import Message
 from holdfast._core.format import tensor_archive, torch_dist
 from holdfast._core.format.columns import ITEMSIZE, Array, Columns
 from holdfast._core.format.digest import digest, hex_digest
@@ -94,7 +94,7 @@ class TorchDist:
     def __init__(self, store: Store, metadata: bytes) -> None:
         self.where = f"{store.url}/{METADATA}"
         self.identity = hex_digest(digest(metadata))
-        self.about: dict[str, Any] = {"step": None}
+        self.about: Message = {"step": None}
         self._store = store
         self._entries = torch_dist.read_metadata(metadata, self.where)
         self._row = {entry.name: row for row, entry in enumerate(self._entries)}

@@ -13,8 +13,9 @@ from weakref import finalize
 import numpy as np
 import torch
 
+from holdfast._core.base.values import Json
 from holdfast._core.format import objects
-from holdfast._core.format.columns import tied_rows
+from holdfast._core.format.columns import Array, tied_rows
 from holdfast._core.format.limits import bounded_memory
 from holdfast._core.io.open_checkpoint import open_source
 from holdfast._core.io.renamed import Rename, Renamed, check_rename
@@ -30,6 +31,7 @@ from holdfast._core.layout.tensor import (
 )
 from holdfast._core.loading.boxes import Wanted, fill_boxes, read_boxes
 from holdfast._core.loading.version import file_missing, is_still_there
+from holdfast._core.state.live import State
 from holdfast._core.state.memory import torch_dtype
 from holdfast._core.state.structure import nest
 from holdfast._core.store.base import Folder, NotFound
@@ -38,7 +40,7 @@ from holdfast._core.store.pins import Pin
 from holdfast.errors import BadInput, MissingTensors, Replaced
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import DTypeLike
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
@@ -81,7 +83,7 @@ class StoredTensor:
         box, steps = _box(index, self.spec)
         return self._checkpoint.read_boxes([Wanted(self.spec, box, self.spec.dtype)])[0][steps]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError(f"{self.name!r} is read from storage, so there is nothing to share.")
         return np.asarray(self[...].numpy(), dtype=dtype)
@@ -120,7 +122,7 @@ class StoredCheckpoint(Mapping[str, Any]):
         return step if isinstance(step, int) else None
 
     @property
-    def notes(self) -> Any:
+    def notes(self) -> Json:
         """The `notes` argument of the save."""
         return self._source.about.get("notes")
 
@@ -162,12 +164,12 @@ class StoredCheckpoint(Mapping[str, Any]):
                 spec.name: prefix + data.numpy().tobytes() for spec, data in zip(specs, contents, strict=True)
             }
 
-    def decoded(self, name: str, data: bytes) -> Any:
+    def decoded(self, name: str, data: bytes) -> object:
         """Return the value of an object. LoadFailed if its type is not allowed."""
         with bounded_memory(f"The object {name!r} of {self.path}"):
             return objects.decode(data, name)
 
-    def read(self, prefix: str = "", dtype: torch.dtype | None = None) -> dict[str, Any]:
+    def read(self, prefix: str = "", dtype: torch.dtype | None = None) -> State:
         """Read all values below a prefix, with the prefix removed from their names, as for
         `Module.load_state_dict`.
 
@@ -187,7 +189,7 @@ class StoredCheckpoint(Mapping[str, Any]):
             )
         return {name[len(start) :]: value for name, value in self._values(names, dtype).items()}
 
-    def nested(self, patterns: Patterns, dtype: torch.dtype | None, lazy: bool) -> dict[str, Any]:
+    def nested(self, patterns: Patterns, dtype: torch.dtype | None, lazy: bool) -> State:
         """Read the values that patterns select, as nested dicts (`holdfast.load` without a state).
 
         dtype: as of `read`. lazy: tensors as StoredTensor.
@@ -200,7 +202,7 @@ class StoredCheckpoint(Mapping[str, Any]):
             raise BadInput(f"cast={dtype} is for tensors that are read at once, so not with lazy=True.")
         return nest(self._values(names, dtype, lazy))
 
-    def _values(self, names: Sequence[str], dtype: torch.dtype | None, lazy: bool = False) -> dict[str, Any]:
+    def _values(self, names: Sequence[str], dtype: torch.dtype | None, lazy: bool = False) -> State:
         # All at once: each selection reads and verifies parts of the index.
         specs, tied = self._described(names)
         tensors = [spec for spec in specs if spec.kind != OBJECT and spec.name not in tied]

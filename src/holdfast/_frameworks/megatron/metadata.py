@@ -34,8 +34,9 @@ from holdfast._core.state.memory import torch_dtype
 from holdfast._core.store.base import Store, replace_file
 from holdfast._core.store.local import open_store
 from holdfast._frameworks.arguments import taking_those_of
-from holdfast._frameworks.foreign_errors import of_megatron, raising
+from holdfast._frameworks.foreign_errors import raising
 from holdfast._frameworks.megatron import mcore
+from holdfast._frameworks.megatron.errors import of_megatron
 from holdfast._frameworks.torch_dcp import metadata as dcp_metadata
 from holdfast.errors import BadInput, HoldfastError
 

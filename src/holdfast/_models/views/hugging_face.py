@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import cached_property
 from threading import Lock
-from typing import Any
 
 import numpy as np
 
+from holdfast._core.base.values import Message
 from holdfast._core.format.columns import ITEMSIZE, Array, Columns
 from holdfast._core.format.container import Header, parse_header, raw_header
 from holdfast._core.format.digest import digest, hex_digest
@@ -69,7 +69,7 @@ class HuggingFaceFolder(LoadedModel):
         folder just to check that it is unchanged."""
         super().__init__(store)
         self.where = f"{store.url}/{file}"
-        self.about: dict[str, Any] = {"step": None}
+        self.about: Message = {"step": None}
         self.bytes_read = 0
         self._file = file
         self._headers: dict[str, Header] = {}
