@@ -9,7 +9,14 @@ from holdfast._core.io.small_files import read_file
 from holdfast._core.io.source import ForeignSource
 from holdfast._core.store.base import Store
 from holdfast._models.views import hub_format as hf
-from holdfast._models.views.family import EMBEDDINGS, OUTPUT, View, is_known, is_tied, language_model, view_of
+from holdfast._models.views.family import (
+    View,
+    is_known,
+    is_tied,
+    language_model,
+    output_and_embedding,
+    view_of,
+)
 from holdfast.errors import BadInput
 
 _READ_METHODS = (None, "fp8", "mxfp4")
@@ -52,8 +59,8 @@ class PublishedModel(ForeignSource):
     @property
     def tied(self) -> tuple[str, str] | None:
         """The output layer and the embedding, if both are stored, and the configuration ties them."""
-        embeddings = [name for name in EMBEDDINGS if self.has(name)]
-        return (OUTPUT, embeddings[0]) if embeddings and self.has(OUTPUT) and is_tied(self.config) else None
+        names = output_and_embedding(self.config, self.has)
+        return names if is_tied(self.config) and all(map(self.has, names)) else None
 
     @property
     def view_if_known(self) -> View | None:
