@@ -34,8 +34,8 @@ LIFE = (
 PORTABLE = (
     "tests/promises", "tests/roster", "tests/store", "tests/protocol", "tests/saving", "tests/background", "tests/test_public.py",
     "tests/test_late.py", "tests/state/test_optimizers.py", "tests/state/test_nothing.py", "tests/state/test_meta.py",
-    "tests/state/test_tensors.py", "tests/state/test_flatten.py", "tests/frameworks/test_dcp_marker.py",
-    "tests/frameworks/test_dcp_arguments.py", "tests/system/test_ranks.py", "tests/system/test_content.py",
+    "tests/state/test_tensors.py", "tests/state/test_flatten.py", "tests/frameworks/torch_dcp/test_marker.py",
+    "tests/frameworks/torch_dcp/test_arguments.py", "tests/system/test_ranks.py", "tests/system/test_content.py",
 )  # fmt: skip
 """What needs no newer torch."""
 FRAMEWORKS = ("tests/frameworks", "tests/groups/lifecycle", "tests/promises")

@@ -25,6 +25,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from holdfast._core.base.collector import collector_paused
+
 if TYPE_CHECKING:
     from holdfast._core.background.async_save import async_save
     from holdfast._core.background.pending import Pending
@@ -123,8 +125,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        from holdfast._core.base.collector import collector_paused
-
         # Imports free nothing; with torch loaded, one garbage collection doubles their time.
         with collector_paused():
             value = getattr(import_module(_WHERE[name]), name)

@@ -5,14 +5,22 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from holdfast._frameworks.frameworks import FRAMEWORKS, TELLING_APART, Framework, replacements_of
+from holdfast._frameworks.framework import Framework
+from holdfast._frameworks.frameworks import FRAMEWORKS
 from holdfast._frameworks.patching import Replacement
+from holdfast._frameworks.replacing import replacements_of
 from holdfast._frameworks.settings import Settings
 
+ROOT = Path(__file__).parents[2]
 NOT_IN = {
     # since megatron-core 0.17, Megatron-Bridge 0.4, before torchtitan 0.3, or where Megatron-FSDP comes as its own package
     "megatron-core": {
@@ -88,7 +96,7 @@ def test_every_name_is_one_of_the_package(framework: Framework) -> None:
 def test_every_save_tells_its_calls_apart(framework: Framework) -> None:
     """A guarded save has an argument by which ranks know one call from the next."""
     saves = [place for place in framework.guards if ".save" in place.replace(":", ".") or ":save" in place]
-    told, first = 0, {path.partition(".")[0] for path in TELLING_APART}
+    told, first = 0, {path.partition(".")[0] for path in framework.told_by}
     for place in saves:
         module, _, name = place.partition(":")
         try:
@@ -119,6 +127,26 @@ def test_published_weights_can_be_left_to_the_frameworks(name: str) -> None:
         return {replacement.part for replacement in replacements_of(framework, settings)}
 
     assert parts(Settings()) - parts(Settings(huggingface=False)) == {"huggingface"}
+
+
+def test_the_versions_called_tested_are_those_that_are_installed_for_the_tests() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    pins = [Requirement(one) for group in groups.values() for one in group]
+    found = set()
+    for framework in FRAMEWORKS:
+        for pin in pins:
+            if framework.tested and canonicalize_name(pin.name) == framework.distribution:
+                assert any(map(pin.specifier.contains, framework.tested)), (framework.name, str(pin))
+                found.add(framework.name)
+    # torchtitan is run by hand: docs/recipes/torchtitan.md
+    assert {framework.name for framework in FRAMEWORKS if framework.tested} - found == {"torchtitan"}
+
+
+def test_descriptions_import_neither_torch_nor_a_framework() -> None:
+    program = "import sys, holdfast._frameworks.frameworks as known; print([name for name in sys.modules "
+    program += "if name == 'torch' or name in known.TRAINING])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_what_a_framework_uses_is_known() -> None:

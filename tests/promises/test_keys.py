@@ -30,12 +30,12 @@ from holdfast._core.protocol.rendezvous import life_of
 from holdfast._core.protocol.rounds import _DUTIES
 from holdfast._core.protocol.task import CollectiveTask
 from holdfast._core.roster.beacon import beacon_of
-from holdfast._core.roster.presence import see
+from holdfast._core.roster.lost import see
 from holdfast._core.roster.whereabouts import Inquiry
 from holdfast._groups.session.monitor import Monitor
 from holdfast._watch import roll_call
 from holdfast._watch.answering import Answering
-from holdfast._watch.own_stacks import Look
+from holdfast._watch.own_stacks import OwnEvidence
 from holdfast.errors import HoldfastError, RankFailed
 from tests.docs.pages import ROOT, table, text
 from tests.support.strangers import Attacked, Stranger, job_of, on_each
@@ -228,7 +228,7 @@ def roll(roster: Attacked, folder: Path, number: int) -> str:
     meet(roster, f"test/called{number}")
     answering = called(calls, roster)
     if answering is not None:
-        look = Look(1, beacon.operations)
+        look = OwnEvidence(1, beacon.operations)
         answering._put(1, look.found.__class__(1, busy=0.25), look.members)
     roster.put(f"test/answered{number}", {})
     if answering is None:

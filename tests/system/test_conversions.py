@@ -22,7 +22,7 @@ import holdfast
 from holdfast import huggingface
 from holdfast._core.saving import cleanup, commit
 from holdfast._core.store import filesystem
-from holdfast._frameworks.torch_dist import export_torch_dist, import_torch_dist
+from holdfast._frameworks.torch_dcp.torch_dist import export_torch_dist, import_torch_dist
 from holdfast._tools.checkpoints.verify import Verified, verify
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
 from tests.cli.test_fetch import CONFIG, tensors_of
@@ -302,12 +302,14 @@ def test_power_cut_at_any_call(case: str, every: int, sources: Path, loop_ext4: 
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Faults:
+def faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Faults]:
     monkeypatch.setattr(filesystem, "PATIENCE", 0.02)
     monkeypatch.setattr(filesystem, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(commit, "LOOK_AGAIN", 0.02)
     monkeypatch.setattr(cleanup, "OTHERS_LEAVE", 0.05)
-    return Faults(monkeypatch, tmp_path / "new")
+    some = Faults(monkeypatch, tmp_path / "new")
+    yield some
+    assert some.left_open() == []
 
 
 @every_call

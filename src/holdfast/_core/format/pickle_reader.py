@@ -2,7 +2,7 @@
 
 A pickle is a program for a machine with a stack and a memo (values that it may refer to again). This is that
 machine, for the opcodes that torch and megatron-core write (protocols 2 to 5); `pickletools` of the standard
-library documents each of them. A name becomes a `Global`, an instance or a call becomes a `Record`, unless a
+library documents each of them. A name becomes a `Global`, an instance or a call a `PickledObject`, unless a
 subclass of `PickleReader` decides otherwise.
 
 The length of the input limits time and memory, whatever the input contains:
@@ -40,7 +40,7 @@ class BadPickle(ValueError):
 
 class Global:
     """A name that a pickle refers to. `make` returns the value of a call of it; without `make`, a call
-    becomes a Record."""
+    becomes a PickledObject."""
 
     __slots__ = ("make", "module", "name")
 
@@ -53,7 +53,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-class Record:
+class PickledObject:
     """An instance or a call: the class or function, its arguments, and the state."""
 
     __slots__ = ("args", "kind", "state")
@@ -100,11 +100,11 @@ class PickleReader:
         """Return the value of `kind(*args)`."""
         if type(kind) is not Global or type(args) is not tuple:
             raise BadPickle("it calls what is no name")
-        return Record(kind, args) if kind.make is None else kind.make(args)
+        return PickledObject(kind, args) if kind.make is None else kind.make(args)
 
     def build(self, target: object, state: object) -> None:
         """Set an instance's state; drop the attributes of a dict."""
-        if isinstance(target, Record):
+        if isinstance(target, PickledObject):
             target.state = state
         elif type(target) is not dict:
             raise BadPickle("it gives a state to what has none")
@@ -123,7 +123,7 @@ class PickleReader:
         """Raise BadPickle for keys that could be chosen to have equal hashes: dict operations would take
         quadratic time. Text is safe, because its hash is salted per process."""
         small = type(key) is int and -SMALL < key < SMALL
-        if not small and key is not None and type(key) not in (Record, bool):
+        if not small and key is not None and type(key) not in (PickledObject, bool):
             raise BadPickle(f"a key in it is a {type(key).__name__}, or a large number")
 
     def persistent(self, about: object) -> object:

@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 from holdfast._core.base.collector import collector_paused
 from holdfast._core.format.columns import Columns, ForeignChunk, foreign_columns
 from holdfast._core.format.limits import OBJECT_BYTES, bounded_memory, check_size
-from holdfast._core.format.pickle_reader import BadPickle, Global, PickleReader, Record, empty_dict, first
+from holdfast._core.format.pickle_reader import (
+    BadPickle,
+    Global,
+    PickledObject,
+    PickleReader,
+    empty_dict,
+    first,
+)
 from holdfast._core.format.tensor_archive import Chunk, ChunkLocation
 from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import CODE_OF, OBJECT, TENSOR, TensorSpec, dtype_code
@@ -106,7 +113,7 @@ def _described(metadata: object, length: int) -> dict[str, dict[str, Any]]:
 
 def _state(record: object) -> dict[str, object]:
     """Return the fields of a record."""
-    if type(record) is not Record or not (record.state is None or type(record.state) is dict):
+    if type(record) is not PickledObject or not (record.state is None or type(record.state) is dict):
         raise BadPickle("a part of it is of another kind than it should be")
     return record.state or {}
 
@@ -171,7 +178,7 @@ def _entry(
 
 
 def _dtype(properties: object) -> str:
-    if type(properties) is not Record:
+    if type(properties) is not PickledObject:
         raise BadPickle("a tensor has no properties")
     state = properties.state
     # TensorProperties pickles itself as a tuple that begins with the dtype, because torch.memory_format can't

@@ -27,7 +27,7 @@ class DtypeName(str):
     """The name of a dtype in a pickle; a class of its own, to tell it from stored text."""
 
 
-class StoredTensor:
+class TorchFileTensor:
     """A tensor of a `TorchFile`."""
 
     def __init__(self, file: TorchFile, tensor: PickledTensor) -> None:
@@ -122,7 +122,7 @@ class _Values(TensorPickle):
 
     def call(self, kind: object, args: object) -> object:
         made = super().call(kind, args)
-        return StoredTensor(self._file, made) if type(made) is PickledTensor else made
+        return TorchFileTensor(self._file, made) if type(made) is PickledTensor else made
 
 
 def _of_type(args: tuple[object, ...]) -> object:

@@ -36,7 +36,7 @@ from holdfast._core.loading.tied import check_same
 from holdfast._core.loading.version import Version
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.protocol.core import load_steps
-from holdfast._core.protocol.messages import Chosen, HaveRead, Rest, to_message
+from holdfast._core.protocol.messages import Chosen, HaveRead, LoadRest, to_message
 from holdfast._core.protocol.operation import Operation, read_state
 from holdfast._core.protocol.phases import LOAD_TRANSITIONS
 from holdfast._core.ready import ready
@@ -75,7 +75,7 @@ class LoadJob:
         self.merged = Merged()
         self.stored: Stored | None = None
         """Committer: the names of the checkpoint, if unrequested ones are to be reported."""
-        self.rest = Rest()
+        self.rest = LoadRest()
         self.bytes_read = 0
         self.objects: dict[int, object] = {}
         """Decoded objects, by index of the leaf."""
@@ -109,7 +109,7 @@ class LoadJob:
     def run(self) -> None:
         try:
             value = self.operation.run(load_steps(self.operation.context, self), self.collect_error)
-            self.rest = msgspec.convert(value, ready(Rest))
+            self.rest = msgspec.convert(value, ready(LoadRest))
         except BaseException as error:
             if isinstance(error, CorruptCheckpoint):  # on all ranks
                 forget(self.store, self.rank)

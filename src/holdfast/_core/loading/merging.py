@@ -25,7 +25,7 @@ from holdfast._core.loading.boxes import Wanted, read_boxes
 from holdfast._core.loading.request import LoadRequest
 from holdfast._core.state.flatten import flatten
 from holdfast._core.state.from_names import joined
-from holdfast._core.state.leaf import Leaf, Rule
+from holdfast._core.state.leaf import Leaf, MergeRule
 from holdfast._core.state.live import ParameterState, Rest
 from holdfast._core.state.memory import Part
 from holdfast._core.state.subclasses import is_one_object
@@ -75,7 +75,7 @@ def merge_ranks(
     return made
 
 
-def _base(rule: Rule) -> str:
+def _base(rule: MergeRule) -> str:
     return rule.name.rpartition("@")[0]
 
 
@@ -99,7 +99,7 @@ def _saved_by_these(index: Source, request: LoadRequest, saved: Iterable[int]) -
 def _merge(
     index: Source,
     request: LoadRequest,
-    rule: Rule,
+    rule: MergeRule,
     own: Mapping[str, int],
     leaves: Sequence[Leaf],
     stored: Mapping[int, Mapping[str, str]],

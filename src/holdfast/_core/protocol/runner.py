@@ -33,7 +33,7 @@ from holdfast._core.protocol.effects import (
 from holdfast._core.protocol.messages import Outcome, from_roster
 from holdfast._core.roster.base import Roster
 from holdfast._core.roster.beacon import Presence
-from holdfast._core.roster.presence import see
+from holdfast._core.roster.lost import see
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RankInfo, from_message
 
 GRACE = 0.75

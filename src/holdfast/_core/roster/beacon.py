@@ -19,8 +19,9 @@ from holdfast._core.base.deadline import Deadline, Limits
 from holdfast._core.base.values import Message
 from holdfast._core.process.heart import heart
 from holdfast._core.roster.base import Roster, is_foreign
+from holdfast._core.roster.lost import Gone, see
 from holdfast._core.roster.neighbours import Watch
-from holdfast._core.roster.presence import Gone, Vitals, at_key, pace, see, spread
+from holdfast._core.roster.presence import Vitals, at_key, pace, spread
 from holdfast._core.roster.process import stack_dump, this_process
 from holdfast._core.roster.whereabouts import Answering
 from holdfast.errors import RosterLost

@@ -21,8 +21,9 @@ import msgspec
 from holdfast._core.base.stacks import where_dumped, where_thread_is, where_threads_are
 from holdfast._core.roster.base import Roster, get_ours
 from holdfast._core.roster.links import knock
+from holdfast._core.roster.lost import Seen, see
 from holdfast._core.roster.memory import MemoryRoster
-from holdfast._core.roster.presence import Seen, read, see
+from holdfast._core.roster.presence import read
 from holdfast.errors import HoldfastError
 
 ASK_BEFORE = 2.5

@@ -12,7 +12,7 @@ from holdfast._core.layout.patterns import Patterns
 from holdfast._core.state.live import LiveSource
 
 
-class Rule(NamedTuple):
+class MergeRule(NamedTuple):
     """A merge rule (`PerRank(merge=)`): computes the value of this rank from other ranks' values."""
 
     name: str
@@ -34,7 +34,7 @@ class Leaf:
     optional: bool = False
     private: bool = False
     """Whether it belongs to this rank (PerRank): no other rank holds the name."""
-    rule: Rule | None = None
+    rule: MergeRule | None = None
     """The rule that computes this leaf, together with the rule's other leaves, if other ranks saved it."""
     converts: bool = False
     """Whether a load converts another dtype to this tensor's, as torch DCP and Megatron do."""

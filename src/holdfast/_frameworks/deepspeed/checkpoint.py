@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from holdfast._core.format.pickle_reader import Record
+from holdfast._core.format.pickle_reader import PickledObject
 from holdfast._core.io.small_files import read_file
-from holdfast._core.io.torch_file import StoredTensor, TorchFile
+from holdfast._core.io.torch_file import TorchFile, TorchFileTensor
 from holdfast._core.layout.tensor import Dims
 from holdfast._core.store.base import Store
 from holdfast._frameworks.deepspeed.elements import Elements, NotPlain, Place, plain
@@ -192,9 +192,9 @@ class ZeroCheckpoint:
             fragments = _as(dict, self.common.get("frozen_param_fragments") or {})
             for name, shape in _shapes([self.common.get("frozen_param_shapes") or {}])[0].items():
                 find = partial(self._frozen, name)
-                place = self._cut(0, math.prod(shape), _as(StoredTensor, fragments.get(name)).numel, name)
+                place = self._cut(0, math.prod(shape), _as(TorchFileTensor, fragments.get(name)).numel, name)
                 self.model[name] = Elements(fragments[name].dtype, shape, find, place)
-        tensors = {name: value for name, value in module.items() if isinstance(value, StoredTensor)}
+        tensors = {name: value for name, value in module.items() if isinstance(value, TorchFileTensor)}
         for name in tensors.keys() - self.model.keys() - tied.keys():
             self.model[name] = Elements.of(tensors[name], tensors[name].shape)
         # Both names, as in the state dict of the module.
@@ -225,7 +225,7 @@ class ZeroCheckpoint:
             self.model[name] = Elements(flat.dtype, shape, partial(self._flat, number, None), place)
             mine = self.states[name] = {}
             for key, value in state.items():
-                if isinstance(value, StoredTensor) and value.shape in ((length,), (flat.numel,)):
+                if isinstance(value, TorchFileTensor) and value.shape in ((length,), (flat.numel,)):
                     mine[key] = Elements(value.dtype, shape, partial(self._flat, number, key), place)
                 else:
                     self._add_number(mine, name, key, value)
@@ -238,14 +238,14 @@ class ZeroCheckpoint:
         for file in files:
             value, key = self._file(f"zero/{name}/{file}").value, file.removesuffix(".pt")
             value = value.get("param") if type(value) is dict else value
-            if isinstance(value, StoredTensor) and value.numel == math.prod(shape) and key != "step":
+            if isinstance(value, TorchFileTensor) and value.numel == math.prod(shape) and key != "step":
                 state[key] = Elements.of(value, shape)
             else:
                 self._add_number(state, name, key, value)
         self.model[name] = _as(Elements, state.pop("fp32", None))
 
     def _add_number(self, state: State, name: str, key: str, value: object) -> None:
-        if isinstance(value, StoredTensor) and value.numel == 1:
+        if isinstance(value, TorchFileTensor) and value.numel == 1:
             state[key] = Elements.of(value, ()).whole()
         elif isinstance(value, int | float):
             state[key] = value
@@ -266,17 +266,17 @@ class ZeroCheckpoint:
         if not there:
             raise CorruptCheckpoint(f"{self.store.url} has fewer elements of {name!r} than its shape says.")
 
-    def _flat(self, group: int, key: str | None, rank: int) -> StoredTensor:
+    def _flat(self, group: int, key: str | None, rank: int) -> TorchFileTensor:
         """Return a rank's part of a flat group: of the weights, or of a state."""
         with self._known():
             if key is not None:
-                return _as(StoredTensor, self._base_state(rank, group).get(key))
-            return _as(StoredTensor, _as(list, self._optimizer(rank).get(_WEIGHTS[self.stage]))[group])
+                return _as(TorchFileTensor, self._base_state(rank, group).get(key))
+            return _as(TorchFileTensor, _as(list, self._optimizer(rank).get(_WEIGHTS[self.stage]))[group])
 
-    def _frozen(self, name: str, rank: int) -> StoredTensor:
+    def _frozen(self, name: str, rank: int) -> TorchFileTensor:
         with self._known():
             file = _as(dict, self._file(OF_RANK.format(rank) + MODEL).value)
-            return _as(StoredTensor, _as(dict, file.get("frozen_param_fragments")).get(name))
+            return _as(TorchFileTensor, _as(dict, file.get("frozen_param_fragments")).get(name))
 
     def _base_state(self, rank: int, group: int) -> dict[str, Any]:
         return _as(dict, _as(dict, self._base(rank).get("state") or {}).get(group) or {})
@@ -335,7 +335,7 @@ def _shapes(groups: list[object]) -> list[dict[str, Dims]]:
 
 
 def _stage(stage: object) -> int:
-    stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
+    stage = stage.args[0] if isinstance(stage, PickledObject) and stage.args else stage
     if stage not in (1, 2, 3):
         raise _Unexpected(f"its stage is {stage!r}")
     return _as(int, stage)

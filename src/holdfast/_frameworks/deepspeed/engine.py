@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from holdfast._core.io.small_files import read_file
-from holdfast._core.io.torch_file import StoredTensor
+from holdfast._core.io.torch_file import TorchFileTensor
 from holdfast._core.layout.tensor import CODE_OF
 from holdfast._core.state.memory import torch_dtype
 from holdfast._core.store.base import Store
@@ -140,7 +140,7 @@ class _Reader:
             return torch.empty(live.shape, dtype=live.dtype)
         stored = self._checkpoint.common["module"].get(name)
         # Prefer the file's tensor, which is in the module's own dtype.
-        has = isinstance(stored, StoredTensor) and stored.numel > 0
+        has = isinstance(stored, TorchFileTensor) and stored.numel > 0
         made = (Elements.of(stored, stored.shape) if has else self._checkpoint.model[name]).whole()
         return made if live is None else made.to(live.dtype)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from holdfast._core.base.reporting import warn_once
-from holdfast._core.format import objects
+from holdfast._core.format import objects, plain_objects
 from holdfast._core.format.names import (
     COMMON,
     COMMON_FILE,
@@ -33,10 +33,10 @@ from holdfast._core.state.leaf import Flat
 from holdfast._core.state.memory import torch_dtype
 from holdfast._core.store.base import Store, replace_file
 from holdfast._core.store.local import open_store
-from holdfast._frameworks import dcp_metadata
 from holdfast._frameworks.arguments import taking_those_of
 from holdfast._frameworks.foreign_errors import of_megatron, raising
 from holdfast._frameworks.megatron import mcore
+from holdfast._frameworks.torch_dcp import metadata as dcp_metadata
 from holdfast.errors import BadInput, HoldfastError
 
 log = logging.getLogger("holdfast")
@@ -54,7 +54,7 @@ def read_common(store: Store) -> mcore.StateDict:
     with allowing(mcore.safe_types(stock=True)):
         common = read_object(store, COMMON)
         if common is None and (data := read_file(store, COMMON_FILE)) is not None:
-            common = objects.decode(objects.TORCH + data, COMMON_FILE)
+            common = objects.decode(plain_objects.TORCH + data, COMMON_FILE)
         elif common is None and (shard := read_object(store, COMMON_SHARD)) is not None:
             common = only_one(shard, COMMON_SHARD)
     return common if isinstance(common, dict) else {}
