@@ -14,10 +14,10 @@ from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import DTYPES, TensorSpec
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.state.memory import ShiftedMemory, TensorMemory, torch_dtype
-from holdfast._core.state.reordered import as_ours
 from holdfast._core.store.base import Store
 from holdfast._models.huggingface.published_tensors import PublishedTensor
 from holdfast._models.views.mapping import MINUS_ONE, Segment
+from holdfast._models.views.reordered import as_ours
 
 
 class PublishedPart(NamedTuple):

@@ -38,7 +38,6 @@ from holdfast._core.store.base import Store, Writer, replace_file, storage_error
 from holdfast._core.store.filesystem import make_durably
 from holdfast._core.store.local import LocalStore, open_store
 from holdfast._core.store.pins import Pin
-from holdfast._core.store.whole_files import WholeFiles
 from holdfast._models.conversion.folder import carried, put_files, refuse_changed
 from holdfast._models.huggingface.assembling import PublishedPart, assemble
 from holdfast._models.huggingface.published_tensors import (
@@ -46,6 +45,7 @@ from holdfast._models.huggingface.published_tensors import (
     plan_export,
     share_among_files,
 )
+from holdfast._models.huggingface.whole_files import WholeFiles
 from holdfast._models.views import hub_format as hf
 from holdfast.errors import BadInput
 
