@@ -367,6 +367,16 @@ def cell(row: str, attack: str, said: str, folder: Path, monkeypatch: pytest.Mon
 
     said: what the table says of it.
     """
+    at_first = SECONDS[said]
+    for seconds in (at_first, *(longer for longer in (10.0, 30.0) if longer > at_first)):
+        found = reached(row, attack, seconds, folder.with_name(f"{folder.name}-{seconds:g}"), monkeypatch)
+        if found:
+            return found
+    raise AssertionError(f"{ROWS[row].pattern} was not written within 30 s")
+
+
+def reached(row: str, attack: str, seconds: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the cell for calls of so many seconds; "" if a slow machine had not written the key by then."""
     key = ROWS[row]
     secret = "of the launcher" if attack == "forged, with a secret" else ""
     stranger = Stranger(2, secret, monkeypatch, partial(between, row, attack))
@@ -381,9 +391,10 @@ def cell(row: str, attack: str, said: str, folder: Path, monkeypatch: pytest.Mon
             number = 2
         first = key.is_claimed and attack != "deleted"
         (stranger.before if first else stranger.at)(key.pattern, attacker.now)
-    stranger.seconds, begun = SECONDS[said], time.monotonic()
+    stranger.seconds, begun = seconds, time.monotonic()
     ends = on_each(lambda roster: key.scenario(roster, folder, number), stranger.rosters)
-    assert attacker.attacked or not key.pattern
+    if key.pattern and not attacker.attacked:
+        return ""
     if key.scenario is save:
         check_saved(folder, number)
     if WRONG in ends:

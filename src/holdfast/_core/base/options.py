@@ -175,6 +175,11 @@ def roll_call_folder() -> str:
     return os.environ.get("HOLDFAST_ROLL_CALLS", "") or event_folder()
 
 
+def model_folders() -> list[str]:
+    """Return the folders with tables of model families (HOLDFAST_MODELS; several as in PATH)."""
+    return [name for name in os.environ.get("HOLDFAST_MODELS", "").split(os.pathsep) if name]
+
+
 def may_draw() -> bool:
     """Return whether a bar may be drawn on a terminal: HOLDFAST_BAR is not 0, and TERM not "dumb"."""
     return os.environ.get("HOLDFAST_BAR") != "0" and os.environ.get("TERM") != "dumb"

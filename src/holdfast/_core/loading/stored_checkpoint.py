@@ -30,13 +30,14 @@ from holdfast._core.layout.tensor import (
     nearest,
 )
 from holdfast._core.loading.boxes import Wanted, fill_boxes, read_boxes
+from holdfast._core.loading.version import file_missing, is_still_there
 from holdfast._core.state.live import State
 from holdfast._core.state.memory import torch_dtype
 from holdfast._core.state.structure import nest
 from holdfast._core.store.base import Folder, NotFound
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
-from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError, MissingTensors, Replaced
+from holdfast.errors import BadInput, MissingTensors, Replaced
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -246,23 +247,13 @@ class StoredCheckpoint(Mapping[str, Any]):
         try:
             yield
         except NotFound as error:
-            if self._is_still_there():
-                raise CorruptCheckpoint(
-                    f"A data file of {self.path} is missing: {error.message}",
-                    hint="Load an older step, or another copy of this one.",
-                ) from None
+            if is_still_there(self._store, self._source.identity):
+                raise file_missing(self._store, error) from None
             no_locks = "" if self._pin.holds else "Its storage has no locks that keep a step for a reader. "
             raise Replaced(
                 f"{self.path} was removed or replaced while it was read.",
                 hint=no_locks + "Open it again, or a newer step.",
             ) from None
-
-    def _is_still_there(self) -> bool:
-        try:
-            with open_source(self._store) as now:
-                return now.identity == self._source.identity
-        except HoldfastError:
-            return False
 
     def close(self) -> None:
         """Close the index. Later reads fail."""

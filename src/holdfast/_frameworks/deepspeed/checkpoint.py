@@ -24,10 +24,10 @@ import torch
 
 from holdfast._core.format.pickle_reader import PickledObject
 from holdfast._core.io.small_files import read_file
-from holdfast._core.io.torch_file import TorchFile, TorchFileTensor
 from holdfast._core.layout.tensor import Dims
 from holdfast._core.store.base import Store
 from holdfast._frameworks.deepspeed.elements import ElementPlace, Elements, NotPlain, plain
+from holdfast._frameworks.deepspeed.torch_file import TorchFile, TorchFileTensor
 from holdfast.errors import BadInput, CorruptCheckpoint
 
 log = logging.getLogger("holdfast")

@@ -10,9 +10,9 @@ import torch
 
 from holdfast._core.base.values import Buffer
 from holdfast._core.format.pickle_reader import PickledObject
-from holdfast._core.io.torch_file import TorchFileTensor
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, Dims
 from holdfast._core.state.memory import torch_dtype
+from holdfast._frameworks.deepspeed.torch_file import TorchFileTensor
 from holdfast.errors import CorruptCheckpoint
 
 

@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 import torch
 
 from holdfast._core.io.small_files import read_file
-from holdfast._core.io.torch_file import TorchFileTensor
 from holdfast._core.layout.tensor import CODE_OF
 from holdfast._core.state.memory import torch_dtype
 from holdfast._core.store.base import Store
@@ -36,6 +35,7 @@ from holdfast._frameworks.deepspeed.checkpoint import (
     open_zero,
 )
 from holdfast._frameworks.deepspeed.elements import Elements
+from holdfast._frameworks.deepspeed.torch_file import TorchFileTensor
 from holdfast._frameworks.patching import Replacement
 from holdfast._frameworks.settings import Settings
 from holdfast.errors import BadInput, MissingTensors

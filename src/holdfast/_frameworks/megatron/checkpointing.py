@@ -47,7 +47,7 @@ from holdfast._frameworks.megatron.per_rank import nearest
 from holdfast._frameworks.megatron.queue import Committed
 from holdfast._frameworks.megatron.saving import own_containers, read_state_dict, save_at_once
 from holdfast._frameworks.megatron.shards import take_data, to_load
-from holdfast._models.views.hugging_face import PublishedModel
+from holdfast._models.views.published_model import PublishedModel
 from holdfast.errors import BadInput, MissingTensors
 
 log = logging.getLogger("holdfast")

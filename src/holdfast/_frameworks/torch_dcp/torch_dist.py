@@ -42,7 +42,6 @@ from holdfast._core.format.torch_objects import allowing
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.open_checkpoint import TorchDist, open_source
 from holdfast._core.io.small_files import read_file
-from holdfast._core.io.stored_object import read_object
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import OBJECT, TensorSpec, dtype_code
 from holdfast._core.loading.boxes import Wanted, read_boxes
@@ -59,6 +58,7 @@ from holdfast._core.torch_private import storage_info
 from holdfast._frameworks.megatron import enumerations
 from holdfast._frameworks.torch_dcp import metadata
 from holdfast._frameworks.torch_dcp.metadata import Described, Paths, Stored
+from holdfast._frameworks.torch_dcp.stored_object import read_object
 from holdfast._models.conversion.folder import delete, label_of, left_in, put_files, refuse_changed
 from holdfast._models.conversion.importing import FileMemory, leaf, run_import
 from holdfast.errors import BadInput, CorruptCheckpoint
