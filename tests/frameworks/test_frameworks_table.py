@@ -55,6 +55,12 @@ def source_of(distribution: str, module: str) -> Path | None:
     return None
 
 
+def imports(source: Path, name: str) -> bool:
+    """Does a file import a name by `from ... import`?"""
+    tree = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+    return any(isinstance(node, ast.ImportFrom) and name in {one.name for one in node.names} for node in tree)
+
+
 def defines(source: Path, name: str) -> bool:
     """Does a file define a function, or a class with such a method?"""
     body = ast.parse(source.read_text(encoding="utf-8")).body
@@ -85,7 +91,8 @@ def test_every_name_is_one_of_the_package(framework: Framework) -> None:
         if foreign or replacement.adds:
             continue
         source = source_of(framework.distribution, replacement.module)
-        if source is None or not defines(source, replacement.name):
+        found = imports if replacement.imported else defines
+        if source is None or not found(source, replacement.name):
             lacking.add(str(replacement))
         looked += 1
     assert lacking <= NOT_IN.get(framework.name, set())
@@ -112,10 +119,14 @@ def test_every_save_tells_its_calls_apart(framework: Framework) -> None:
 
 
 def arguments_of(source: Path, name: str) -> list[str]:
-    """The names of a function's arguments."""
-    last = name.rpartition(".")[2]
-    tree = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
-    found = next(node for node in tree if isinstance(node, ast.FunctionDef) and node.name == last)
+    """The names of a function's arguments; of a method, those of its own class."""
+    owner, _, last = name.rpartition(".")
+    inside: ast.AST = ast.parse(source.read_text(encoding="utf-8"))
+    for part in filter(None, owner.split(".")):
+        inside = next(
+            node for node in ast.walk(inside) if isinstance(node, ast.ClassDef) and node.name == part
+        )
+    found = next(node for node in ast.walk(inside) if isinstance(node, ast.FunctionDef) and node.name == last)
     return [one.arg for one in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
 
 

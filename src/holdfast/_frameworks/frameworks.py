@@ -21,6 +21,7 @@ from holdfast._frameworks import (
     nemo_rl,
     torch_dcp,
     torchtitan,
+    torchtune,
     transformers,
     verl,
 )
@@ -36,6 +37,7 @@ FRAMEWORKS = (
     mcore_bridge.FRAMEWORK,
     ms_swift.FRAMEWORK,
     torchtitan.FRAMEWORK,
+    torchtune.FRAMEWORK,
     deepspeed.FRAMEWORK,
     accelerate.FRAMEWORK,
     transformers.FRAMEWORK,

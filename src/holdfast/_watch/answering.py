@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -200,7 +199,7 @@ class Answering:
 
     def _add_other_jobs(self, to: Collector) -> None:
         """Add the answers from the ranks of the other jobs that take part in this call by now."""
-        read: dict[str, Any] = {}
+        read: Message = {}
         others: list[JobPart] = []
         done = threading.Event()
         seconds = JOINED + self._asked.pause

@@ -9,10 +9,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from typing import Any
 
 import msgspec
 
+from holdfast._core.base.values import Json, Message
 from holdfast._core.format.pickle_reader import BadPickle, Global, PickleReader, first
 from holdfast._core.ready import ready
 from holdfast._watch.collector import Collector
@@ -166,7 +166,7 @@ def read_dump(data: bytes, to: Collector, name: str, rank: int | None, is_later:
         _record(value, to, name, rank)
 
 
-def _pyspy_lines(threads: list[Any]) -> Iterable[str]:
+def _pyspy_lines(threads: list[Json]) -> Iterable[str]:
     for thread in threads:
         if isinstance(thread, dict):
             active = thread.get("active")
@@ -177,7 +177,7 @@ def _pyspy_lines(threads: list[Any]) -> Iterable[str]:
                 yield f"    {frame.get('name')} ({file}:{frame.get('line')})"
 
 
-def _record(record: Any, to: Collector, name: str, rank: int | None) -> None:
+def _record(record: object, to: Collector, name: str, rank: int | None) -> None:
     if not isinstance(record, dict) or not isinstance(record.get("entries"), list):
         raise BadInput(f"{name} is no flight record: it has no entries.")
     told = record.get("rank")
@@ -194,7 +194,7 @@ def _record(record: Any, to: Collector, name: str, rank: int | None) -> None:
 
 
 def operations_of(
-    record: Any, to: Collector, source: SourceLine, rank: int, now: float | None = None
+    record: Message, to: Collector, source: SourceLine, rank: int, now: float | None = None
 ) -> dict[str, str]:
     """Read the entries of a flight record: pending operations, and the last completed one of each group.
     Return the names of the groups by their numbers in the record.
@@ -224,7 +224,7 @@ def operations_of(
     return groups
 
 
-def progress_of(record: Any, groups: Mapping[str, str], source: SourceLine) -> Iterator[GroupProgress]:
+def progress_of(record: Message, groups: Mapping[str, str], source: SourceLine) -> Iterator[GroupProgress]:
     """Yield the progress of each group. groups: their names by number in the record."""
     for key, status in (record.get("pg_status") or {}).items():
         enqueued, done = (int(status.get(f"last_{of}_collective", -1)) for of in ("enqueued", "completed"))
@@ -232,7 +232,7 @@ def progress_of(record: Any, groups: Mapping[str, str], source: SourceLine) -> I
             yield GroupProgress(groups.get(key, key), enqueued, done, source)
 
 
-def _operation(entry: Any, group: str, source: SourceLine, now: float | None) -> GroupOperation:
+def _operation(entry: Message, group: str, source: SourceLine, now: float | None) -> GroupOperation:
     backend, _, called = str(entry["profiling_name"]).partition(":")
     done = entry.get("retired") or entry["state"] == "completed"
     state = "completed" if done else str(entry["state"])
@@ -266,7 +266,7 @@ def _operation(entry: Any, group: str, source: SourceLine, now: float | None) ->
 # -- our own files ----------------------------------------------------------------------------------------
 
 
-def read_roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
+def read_roll_call(value: Message, to: Collector, name: str) -> None:
     """Read a rank's answer to a roll call (`answering.Answer`)."""
     try:
         found = msgspec.convert(value["roll_call"], ready(Rank))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
+from holdfast._core.base.values import Message
 from holdfast._watch.collector import Collector
 from holdfast._watch.evidence import SourceLine
 from holdfast._watch.verdict import listed
@@ -53,7 +53,7 @@ def read_ras(lines: Iterable[str], to: Collector, name: str) -> None:
     end()
 
 
-def read_ras_json(value: dict[str, Any], to: Collector, name: str) -> None:
+def read_ras_json(value: Message, to: Collector, name: str) -> None:
     """Read the JSON form."""
     source = SourceLine(name)
     try:

@@ -13,12 +13,11 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 
 from holdfast._core.base.shared_folder import SharedFolder
-from holdfast._core.base.values import NO_JSON
+from holdfast._core.base.values import NO_JSON, Message
 from holdfast._core.ready import ready
 from holdfast._watch.collector import RANKS
 from holdfast._watch.evidence import Rank
@@ -144,10 +143,10 @@ def take_part(path: str, job: str, world_size: int) -> JobPart | None:
     return None
 
 
-def read_answers(path: str, jobs: Iterable[JobPart]) -> tuple[dict[str, Any], bool]:
+def read_answers(path: str, jobs: Iterable[JobPart]) -> tuple[Message, bool]:
     """Return the answers so far of the ranks of jobs, by file name, and whether all ranks have answered
     twice."""
-    found: dict[str, Any] = {}
+    found: Message = {}
     whole = False
     with suppress(OSError), folder_of(path) as call:
         whole = True

@@ -175,7 +175,8 @@ class Operation:
                 hint=self.context.hint,
             )
             steps = abandon(self.context.key, self.call.rank, error)
-            standing: Any = perform(steps, lane, self.presence, Cancel())
+            standing = perform(steps, lane, self.presence, Cancel())
+            assert isinstance(standing, dict)
             if from_roster(standing, Outcome).state == "agreed":  # ranks wait for its `final`
                 lane.claim(self.context.final_key, to_message(Final(error.to_message())))
 

@@ -10,6 +10,7 @@ import torch
 
 from holdfast._core.layout.patterns import Patterns
 from holdfast._core.state.live import LiveSource
+from holdfast._core.state.tensors import Merge
 
 
 class MergeRule(NamedTuple):
@@ -17,11 +18,15 @@ class MergeRule(NamedTuple):
 
     name: str
     """Name of the value, including this rank (`name@rank`)."""
-    merge: Callable[[Mapping[int, Any]], Any]
+    merge: Merge
     value: object
     """The present value."""
     states: Mapping[int, object]
     """The states of stateful values within `value`, by the `id` of each."""
+
+
+Put = Callable[[Any], None]
+"""Replaces a value of a state."""
 
 
 @dataclass(slots=True)
@@ -30,7 +35,7 @@ class Leaf:
 
     name: str
     value: Any
-    put: Callable[[Any], None]
+    put: Put
     optional: bool = False
     private: bool = False
     """Whether it belongs to this rank (PerRank): no other rank holds the name."""

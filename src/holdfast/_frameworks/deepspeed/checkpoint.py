@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from holdfast._core.format.pickle_reader import PickledObject
 from holdfast._core.io.small_files import read_file
-from holdfast._core.io.torch_file import TorchFile, TorchFileTensor
 from holdfast._core.layout.tensor import Dims
 from holdfast._core.store.base import Store
-from holdfast._frameworks.deepspeed.elements import Elements, NotPlain, Place, plain
+from holdfast._frameworks.deepspeed.elements import ElementPlace, Elements, NotPlain, plain
+from holdfast._frameworks.deepspeed.torch_file import TorchFile, TorchFileTensor
 from holdfast.errors import BadInput, CorruptCheckpoint
 
 log = logging.getLogger("holdfast")
@@ -42,6 +42,8 @@ _WEIGHTS = {1: _PARTS, 2: _PARTS, 3: "fp32_flat_groups"}
 """By stage, the key of a rank's parts of the weights."""
 _SOME = 4 << 20
 """Bytes that the values of a file may take in memory beyond its size."""
+Content: TypeAlias = dict[str, Any]
+"""A part of a file of DeepSpeed's, by its keys."""
 State = dict[str, Elements | torch.Tensor | float]
 """The optimizer's state of one parameter: its moments, and numbers such as `step`."""
 _Kind = TypeVar("_Kind")
@@ -88,7 +90,7 @@ class ZeroCheckpoint:
         for name in sorted(names | self._files.keys()):
             self._file(name).check()
 
-    def plain(self, values: dict[str, Any], where: str = "") -> dict[str, Any]:
+    def plain(self, values: Content, where: str = "") -> Content:
         """Return the values that consist of tensors, numbers and text; log a warning about others."""
         made = {}
         for key, value in values.items():
@@ -99,7 +101,7 @@ class ZeroCheckpoint:
         return made
 
     @property
-    def loss_scaler(self) -> dict[str, Any]:
+    def loss_scaler(self) -> Content:
         """The numeric attributes of the loss scaler."""
         state = getattr(self.optimizer.get("loss_scaler"), "state", None)
         numbers = state.items() if type(state) is dict else ()
@@ -147,7 +149,7 @@ class ZeroCheckpoint:
         model = [] if self._is_whole else [OF_RANK.format(rank) + MODEL]
         return model if self._is_universal else [*model, self._prefix + OF_RANK.format(rank) + OPTIMIZER]
 
-    def _optimizer(self, rank: int) -> dict[str, Any]:
+    def _optimizer(self, rank: int) -> Content:
         if self._is_universal:
             return _as(dict, self._file("zero/optimizer_state.pt").value)
         file = self._file(self._prefix + OF_RANK.format(rank) + OPTIMIZER)
@@ -255,12 +257,12 @@ class ZeroCheckpoint:
                 "nor a number."
             )
 
-    def _cut(self, start: int, numel: int, length: int, name: str) -> Callable[[int], Place]:
+    def _cut(self, start: int, numel: int, length: int, name: str) -> Callable[[int], ElementPlace]:
         """Return a function that finds the elements of a parameter split by ZeRO 3. start: position of its
         part in each rank's flat tensor. length: length of that tensor."""
         part = max(math.ceil(numel / self.ranks), 1)
         self._require(numel == 0 or start + part <= length, name)
-        return lambda index: Place(index // part, start + index % part, part - index % part)
+        return lambda index: ElementPlace(index // part, start + index % part, part - index % part)
 
     def _require(self, there: bool, name: str) -> None:
         if not there:
@@ -278,10 +280,10 @@ class ZeroCheckpoint:
             file = _as(dict, self._file(OF_RANK.format(rank) + MODEL).value)
             return _as(TorchFileTensor, _as(dict, file.get("frozen_param_fragments")).get(name))
 
-    def _base_state(self, rank: int, group: int) -> dict[str, Any]:
+    def _base_state(self, rank: int, group: int) -> Content:
         return _as(dict, _as(dict, self._base(rank).get("state") or {}).get(group) or {})
 
-    def _base(self, rank: int) -> dict[str, Any]:
+    def _base(self, rank: int) -> Content:
         """Return the state of torch's own optimizer."""
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
         base = self._optimizer(rank).get(key) or {}
@@ -292,7 +294,7 @@ class ZeroCheckpoint:
             )
         return _as(dict, base)
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> list[Content]:
         groups, taken = [], set[int]()
         for group in _as(list, self._base(0).get("param_groups") or self.optimizer.get("param_groups") or []):
             hyper = {key: group[key] for key in _as(dict, group) if key not in ("params", "param_names")}
@@ -305,11 +307,11 @@ class ZeroCheckpoint:
         return groups
 
 
-def _in_flat(start: int, length: int, numel: int, index: int) -> Place:
+def _in_flat(start: int, length: int, numel: int, index: int) -> ElementPlace:
     """Return the place of an element of a parameter. start: the parameter's position in the flat tensor.
     length: length of the parts into which that is split."""
     rank, at = divmod(start + index, length)
-    return Place(rank, at, min(length - at, numel - index))
+    return ElementPlace(rank, at, min(length - at, numel - index))
 
 
 def _as(kind: type[_Kind], value: object) -> _Kind:

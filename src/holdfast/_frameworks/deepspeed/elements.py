@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from holdfast._core.base.values import Buffer
 from holdfast._core.format.pickle_reader import PickledObject
-from holdfast._core.io.torch_file import TorchFileTensor
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, Dims
 from holdfast._core.state.memory import torch_dtype
+from holdfast._frameworks.deepspeed.torch_file import TorchFileTensor
 from holdfast.errors import CorruptCheckpoint
 
 
-class Place(NamedTuple):
+class ElementPlace(NamedTuple):
     """The position of a tensor's element."""
 
     rank: int
@@ -34,7 +34,7 @@ class Elements:
         dtype: str,
         shape: Dims,
         find: Callable[[int], TorchFileTensor],
-        place: Callable[[int], Place],
+        place: Callable[[int], ElementPlace],
     ) -> None:
         """find: returns a rank's part. place: returns the position of an element."""
         self.dtype, self.shape, self.numel = dtype, shape, math.prod(shape)
@@ -46,7 +46,10 @@ class Elements:
         """Make one from a tensor in a single file, with this shape."""
         tensor.locate()  # a shape that its file can't fill is refused here
         return cls(
-            tensor.dtype, shape, lambda rank: tensor, lambda index: Place(0, index, tensor.numel - index)
+            tensor.dtype,
+            shape,
+            lambda rank: tensor,
+            lambda index: ElementPlace(0, index, tensor.numel - index),
         )
 
     def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
@@ -81,7 +84,7 @@ class NotPlain(Exception):
     """A value contains instances of classes, or is too large for the file. The message describes it."""
 
 
-def plain(value: object, room: list[int]) -> Any:
+def plain(value: object, room: list[int]) -> object:
     """Return a value with its tensors read. room: remaining bytes that it may take in memory (updated here):
     a small file may make a large value by repeated references."""
     room[0] -= value.size if isinstance(value, TorchFileTensor) else 1

@@ -4,7 +4,7 @@ The originals load or save by collectives that every rank must enter; the replac
 Holdfast (`live`). Models without a table, and features that Holdfast lacks (adapters, 8 bits), are left to
 the original, with a warning.
 
-This module imports neither a framework nor megatron-core; the replacements import `live`, and with it
+This module imports neither a framework nor megatron-core; `fill` and `export` import `live`, and with it
 megatron-core, when they are called.
 """
 
@@ -13,11 +13,14 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, TypedDict, Unpack
+
+import torch
 
 from holdfast._core.protocol.call import Call, begin_call
+from holdfast._frameworks.huggingface.weights import Left, Weights, unwrapped
 from holdfast._frameworks.patching import MakeReplacement, Replacement
 from holdfast._frameworks.settings import Settings
 
@@ -54,8 +57,6 @@ def _made(
         def call(*args: object, **named: object) -> object:
             if not _has_groups():
                 return original(*args, **named)
-            from holdfast._frameworks.huggingface.live import Left
-
             bound = signature.bind(*args, **named)
             bound.apply_defaults()
             begun = begin_call(settings.of_a_call())  # made here: groups may be made long after install()
@@ -82,14 +83,37 @@ def _has_groups() -> bool:
     return state is not None and bool(state.model_parallel_is_initialized())
 
 
-def chunks_of(model: Any) -> Any:
+Chunks = Sequence[torch.nn.Module]
+"""The parts of a model on this rank."""
+
+
+class HowToExport(TypedDict, total=False):
+    """Arguments of `live.export`."""
+
+    file_bytes: int
+    strict: bool
+
+
+def chunks_of(model: Any) -> Chunks:
     """Return a model as a list of its chunks, which most frameworks already pass."""
     return model if isinstance(model, list | tuple) else [model]
 
 
-def output_of_values(chunks: list[Any]) -> tuple[str, ...]:
+def output_of_values(chunks: Chunks) -> tuple[str, ...]:
     """Return the output layer's name if it has one row (a value model); stock code does not load it."""
-    from holdfast._frameworks.huggingface.live import unwrapped
-
     weights = [dict(unwrapped(chunk).named_parameters()) for chunk in chunks]
     return (OUTPUT,) if any(OUTPUT in own and own[OUTPUT].shape[0] == 1 for own in weights) else ()
+
+
+def fill(asked: Weights | Left, place: str, call: Call) -> None:
+    """Read the published folder into the model (`live.fill`)."""
+    from holdfast._frameworks.huggingface import live
+
+    live.fill(asked, place, call)
+
+
+def export(asked: Weights | Left, out: str, call: Call, **how: Unpack[HowToExport]) -> None:
+    """Export a live model as published weights (`live.export`)."""
+    from holdfast._frameworks.huggingface import live
+
+    live.export(asked, out, call, **how)

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 
 from holdfast._core.protocol.call import Call
-from holdfast._frameworks.huggingface.replacing import Arguments, output_of_values, replacing
+from holdfast._frameworks.huggingface.replacing import Arguments, export, fill, output_of_values, replacing
+from holdfast._frameworks.huggingface.weights import Left, Weights
 from holdfast._frameworks.patching import Replacement
 from holdfast._frameworks.settings import Settings
 
@@ -19,8 +20,6 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
 
 
 def _load(given: Arguments, call: Call) -> None:
-    from holdfast._frameworks.huggingface.live import Weights, fill
-
     bridge, chunks, path = given["self"], given["models"], given["weights_path"]
     # mbridge finds the folder in the hub's cache itself.
     folder = path if os.path.isdir(path) else bridge._get_actual_hf_path(path)
@@ -30,8 +29,6 @@ def _load(given: Arguments, call: Call) -> None:
 
 
 def _save(given: Arguments, call: Call) -> None:
-    from holdfast._frameworks.huggingface.live import Left, Weights, export
-
     bridge, out = given["self"], given["weights_path"]
     loaded = bridge.safetensor_io
     none = Left("no weights were loaded through this bridge")

@@ -6,15 +6,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from holdfast._core.protocol.call import Call
-from holdfast._frameworks.huggingface.replacing import Arguments, chunks_of, replacing
+from holdfast._frameworks.huggingface.replacing import Arguments, chunks_of, export, replacing
+from holdfast._frameworks.huggingface.weights import Left, Weights
 from holdfast._frameworks.patching import Replacement
 from holdfast._frameworks.settings import Settings
-
-if TYPE_CHECKING:
-    from holdfast._frameworks.huggingface.live import Left, Weights
 
 
 def replacements(settings: Settings) -> Iterator[Replacement]:
@@ -26,8 +23,6 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
 
 
 def _save(given: Arguments, call: Call) -> None:
-    from holdfast._frameworks.huggingface.live import Left, Weights, export
-
     bridge, size = given["self"], re.fullmatch(r"(\d+)(?:GB)?", str(given["max_shard_size"]))
     # For a model that was loaded from a checkpoint, the configuration names the published folder.
     folder = bridge._source_model_dir or bridge.config.hf_config.name_or_path

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast._core.protocol.call import Call
 from holdfast._frameworks.huggingface.replacing import (
     OUTPUT,
     Arguments,
+    Chunks,
     chunks_of,
+    export,
+    fill,
     output_of_values,
     replacing,
 )
+from holdfast._frameworks.huggingface.weights import Left, Weights
 from holdfast._frameworks.patching import Replacement
 from holdfast._frameworks.settings import Settings
-
-if TYPE_CHECKING:
-    from holdfast._frameworks.huggingface.live import Left, Weights
 
 _CONVERSION = "megatron.bridge.models.conversion"
 
@@ -39,16 +40,12 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
 
 
 def _load(given: Arguments, call: Call) -> object:
-    from holdfast._frameworks.huggingface.live import fill
-
     chunks, pretrained = chunks_of(given["megatron_model"]), given["hf_pretrained"]
     fill(_asked_to_load(given, chunks), str(getattr(pretrained, "model_name_or_path", "")), call)
     return chunks
 
 
-def _asked_to_load(given: Arguments, chunks: list[Any]) -> Weights | Left:
-    from holdfast._frameworks.huggingface.live import Left
-
+def _asked_to_load(given: Arguments, chunks: Chunks) -> Weights | Left:
     mismatched = given.get("allowed_mismatched_params") or []
     if mismatched not in ([], [OUTPUT]):  # verl gives the latter for a value model
         return Left(f"allowed_mismatched_params={mismatched} was given")
@@ -60,8 +57,6 @@ def _asked_to_load(given: Arguments, chunks: list[Any]) -> Weights | Left:
 
 
 def _save(given: Arguments, call: Call) -> None:
-    from holdfast._frameworks.huggingface.live import Left, export
-
     bridge, chunks = given["self"], chunks_of(given["model"])
     asked = _of_pretrained(bridge, bridge.hf_pretrained, chunks)
     if given.get("weight_dtype") is not None:  # 0.3.1 does not have it
@@ -70,11 +65,9 @@ def _save(given: Arguments, call: Call) -> None:
 
 
 def _of_pretrained(
-    bridge: Any, pretrained: object, chunks: list[Any], without: tuple[str, ...] = ()
+    bridge: Any, pretrained: object, chunks: Chunks, without: tuple[str, ...] = ()
 ) -> Weights | Left:
     """Return the weights with the folder that a bridge reads; for a model on the hub, that in the cache."""
-    from holdfast._frameworks.huggingface.live import Left, Weights
-
     if getattr(bridge, "export_weight_dtype", "bf16") == "fp8":  # 0.3.1 does not have it
         return Left("export_weight_dtype is fp8")
     state = import_module("megatron.bridge.models.hf_pretrained.state")

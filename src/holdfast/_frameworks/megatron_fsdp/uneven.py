@@ -157,6 +157,7 @@ def fill_missing_states(model: torch.nn.Module, optimizer_state_dict: State) -> 
         }
         if elements is not None:
             for value in made.values():
+                assert is_dtensor(value)
                 _say_where(value, _begin(value, elements.start, value.shape[0]))
         filled.append(prefix + bare)
     return filled
@@ -258,7 +259,7 @@ def _with_dtensors(optimizer_state: State, slices: _Parameters) -> State:
     """Return an optimizer's state with each tensor of its parameter's shape as a DTensor. An offloaded
     optimizer may have just the local tensor, in host memory."""
 
-    def declared(parameter: Any, value: object) -> object:
+    def declared(parameter: object, value: object) -> object:
         if is_dtensor(value) or not isinstance(value, torch.Tensor) or not is_dtensor(parameter):
             return value
         shape = local_of(parameter).shape
@@ -293,7 +294,7 @@ def _left(value: DTensor) -> tuple[int, ...]:
     return tuple(size // parts if dim == axis else size for dim, size in enumerate(value.shape))
 
 
-def _begin(value: Any, start: int, rows: int) -> tuple[int, ...]:
+def _begin(value: DTensor, start: int, rows: int) -> tuple[int, ...]:
     """Return the offset of the local tensor, which begins at element `start` of the tensor-parallel shard.
 
     rows: rows of the whole tensor.
@@ -363,7 +364,7 @@ def _over(like: DTensor, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
     return made
 
 
-def _say_where(value: Any, begin: tuple[int, ...]) -> None:
+def _say_where(value: DTensor, begin: tuple[int, ...]) -> None:
     """Set chunk metadata on the local tensor, as Megatron-FSDP does for torch DCP."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType

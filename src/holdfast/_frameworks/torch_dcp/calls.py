@@ -35,6 +35,7 @@ from holdfast._core.state.structure import is_stateful
 from holdfast._core.store.base import Store
 from holdfast._core.store.local import open_store
 from holdfast._core.torch_private import stages_in_background
+from holdfast._frameworks.arguments import Function
 from holdfast._frameworks.foreign_errors import of_torch, raising
 from holdfast._frameworks.torch_dcp.arguments import OnlyTorch, Understood, understand
 from holdfast._frameworks.torch_dcp.metadata import LazyMetadata, mark
@@ -48,10 +49,10 @@ if TYPE_CHECKING:
 __all__ = ["async_save", "load", "load_state_dict", "save", "save_state_dict"]
 
 
-def _second(name: str) -> Callable[[Callable[..., Any]], Any]:
+def _second(name: str) -> Callable[[Function], Function]:
     """Let a function take one keyword-only argument also by position, as torch DCP does."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Function) -> Function:
         @wraps(function)
         def call(state_dict: StateDict, *second: object, **named: object) -> object:
             if len(second) > 1 or (second and name in named):
@@ -245,7 +246,7 @@ def load_state_dict(
     )
 
 
-def _torchs(name: str, why: OnlyTorch, job: Job | None = None, objects_may_differ: bool = False) -> Any:
+def _torchs(name: str, why: OnlyTorch, job: Job | None = None, objects_may_differ: bool = False) -> Function:
     """Return torch DCP's function for a call, and log it. Raises BadInput if it would ignore an argument."""
     if job is not None or objects_may_differ:
         raise BadInput(
@@ -254,7 +255,8 @@ def _torchs(name: str, why: OnlyTorch, job: Job | None = None, objects_may_diffe
     warn_once(f"torch.distributed.checkpoint.{name} does this call, with collectives: {why.message}")
     from torch.distributed import checkpoint as theirs
 
-    return getattr(theirs, name)
+    function: Function = getattr(theirs, name)
+    return function
 
 
 def _given(**named: object) -> dict[str, object]:

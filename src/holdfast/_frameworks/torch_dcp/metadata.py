@@ -25,6 +25,7 @@ from holdfast._core.io.open_checkpoint import open_source
 from holdfast._core.layout.tensor import DTYPES, OBJECT
 from holdfast._core.saving.job import SaveReport
 from holdfast._core.state.leaf import Flat
+from holdfast._core.state.live import State
 from holdfast._core.store.base import Store, replace_file
 from holdfast._core.torch_private import StorageInfo, storage_info
 
@@ -110,7 +111,7 @@ def describe(columns: Columns) -> Described:
     return described
 
 
-def in_parts(name: str, value: list[Any]) -> tuple[dict[str, Any], Paths]:
+def in_parts(name: str, value: list[object]) -> tuple[State, Paths]:
     """Return the parts of a list as torch DCP saves them, and their paths: it splits a list with dicts in it
     (`param_groups.0.lr`), which is one object here."""
     planner = DefaultSavePlanner(flatten_sharded_tensors=False)

@@ -7,17 +7,18 @@ DCP's own reader also reads Holdfast folders, where it would fail otherwise.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
 from holdfast._core.base.reporting import warn_once
-from holdfast._core.format.torch_objects import Allowed, allowing
-from holdfast._core.state.live import StateDict
+from holdfast._core.format.torch_objects import allowing
+from holdfast._core.state.live import State, StateDict
 from holdfast._frameworks.guard import is_guarded, note_committed
+from holdfast._frameworks.megatron import enumerations
 from holdfast._frameworks.patching import MakeReplacement, Replacement
 from holdfast._frameworks.settings import Settings
+from holdfast._frameworks.torch_dcp import arguments
 from holdfast.errors import BadInput
 
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
@@ -48,8 +49,6 @@ def _taken(name: str) -> Callable[[], tuple[str, ...]]:
     """Return a function that returns the arguments that the replacement handles."""
 
     def takes() -> tuple[str, ...]:
-        from holdfast._frameworks.torch_dcp import arguments
-
         return ("state_dict", *_RANKS, *_MOOT, *arguments.TAKES[name])
 
     return takes
@@ -60,7 +59,7 @@ def _reading(name: str) -> MakeReplacement:
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
-        def read(*args: Any, **named: Any) -> object:
+        def read(*args: object, **named: object) -> object:
             # Imported here, as below; besides, torch DCP is only partially imported when `make` runs.
             from holdfast._frameworks.torch_dcp.reader import READS
 
@@ -77,12 +76,12 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
-        def call(state_dict: StateDict, *args: Any, **named: Any) -> object:
+        def call(state_dict: StateDict, *args: object, **named: Any) -> object:
             # Only deprecated arguments are positional, and frameworks don't pass them.
             if args or not is_guarded():
                 return original(state_dict, *args, **named)
             # Imported here: `install` must not import torch DCP into programs that don't use it.
-            from holdfast._frameworks.torch_dcp import arguments, calls
+            from holdfast._frameworks.torch_dcp import calls
 
             objects = {key: named[key] for key in arguments.TAKES[name] if key in named}
             try:
@@ -93,7 +92,7 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
                 # The framework gives this argument, and its user can't remove it (docs/decisions/0016).
                 warn_once(f"torch.distributed.checkpoint.{original.__name__} is not replaced: {error}")
                 return original(state_dict, **named)
-            how: dict[str, Any] = {
+            how: State = {
                 **objects,
                 "checkpoint_id": named.get("checkpoint_id"),
                 "process_group": named.get("process_group"),
@@ -101,13 +100,13 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
                 # A process group already says who takes part; giving both is an error.
                 "job": settings.of_a_call(anyone=named.get("process_group") is not None),
             }
-            with allowing(_enumerations()):
+            with allowing(enumerations.if_imported()):
                 if name == "load":
                     return calls.load(state_dict, **how)
                 how["objects_may_differ"] = True  # frameworks save random states of all ranks under one name
                 if name == "async_save":
                     return calls.async_save(state_dict, **how)
-                saved: Any = calls.save(state_dict, **how)
+                saved = calls.save(state_dict, **how)
             # Not for an asynchronous save, which is committed only at its end.
             note_committed(saved.path)
             return saved
@@ -115,12 +114,3 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
         return call
 
     return make
-
-
-def _enumerations() -> tuple[Allowed, ...]:
-    """Return megatron-core's enumerations, which its `args` contain; none if it is not imported."""
-    if "megatron.core" not in sys.modules:
-        return ()
-    from holdfast._frameworks.megatron import mcore
-
-    return mcore.safe_types()

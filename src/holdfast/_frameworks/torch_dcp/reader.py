@@ -13,12 +13,17 @@ from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any
 from weakref import finalize
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -30,9 +35,12 @@ from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import OBJECT, TensorSpec
 from holdfast._core.loading.boxes import Wanted
 from holdfast._core.loading.stored_checkpoint import StoredCheckpoint
+from holdfast._core.state.live import State
 from holdfast._core.store.base import Folder
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
+from holdfast._core.torch_private import StorageInfo
+from holdfast._frameworks.arguments import Function
 from holdfast._frameworks.patching import ORIGINAL
 from holdfast._frameworks.torch_dcp.metadata import describe, in_parts
 from holdfast.errors import HoldfastError, LoadFailed
@@ -121,12 +129,12 @@ class HoldfastReader(StorageReader):
             return False
 
 
-class _Described(dict[str, Any]):
+class _Described(dict[str, STORAGE_TYPES]):
     """DCP's descriptions. A list stored in parts is also found under its own name, for a state with another
     object in its place; iteration leaves that name out, as DCP would take the checkpoint for one of
     torch 2.3."""
 
-    def __init__(self, described: Mapping[str, Any], lists: Container[str]) -> None:
+    def __init__(self, described: Mapping[str, STORAGE_TYPES], lists: Container[str]) -> None:
         super().__init__(described)
         self._lists = lists
 
@@ -139,7 +147,7 @@ class _Described(dict[str, Any]):
         return BytesStorageMetadata()
 
 
-def _lists(checkpoint: StoredCheckpoint) -> dict[str, list[Any]]:
+def _lists(checkpoint: StoredCheckpoint) -> dict[str, list[object]]:
     """Return the objects that DCP stores in parts. Objects of a single rank don't occur in DCP's states."""
     names = [spec.name for spec in checkpoint.specs(checkpoint) if spec.kind == OBJECT]
     found = {}
@@ -160,9 +168,9 @@ def _stored_in(name: str, checkpoint: StoredCheckpoint) -> str:
     return name
 
 
-def _values(checkpoint: StoredCheckpoint, names: set[str]) -> dict[str, Any]:
+def _values(checkpoint: StoredCheckpoint, names: set[str]) -> State:
     """Return the values of objects, and of the parts of lists, by their names."""
-    values: dict[str, Any] = {}
+    values: State = {}
     for name, data in checkpoint.encoded(names).items():
         value = checkpoint.decoded(name, data)
         values |= {**(in_parts(name, value)[0] if isinstance(value, list) else {}), name: value}
@@ -184,7 +192,7 @@ def readable_by_torch() -> None:
 
 
 def _reads_index(original: Callable[..., Metadata]) -> Callable[..., Metadata]:
-    def read_metadata(self: FileSystemReader, *args: Any, **named: Any) -> Metadata:
+    def read_metadata(self: FileSystemReader, *args: object, **named: object) -> Metadata:
         folder = Path(self.path)
         reader, is_ours = HoldfastReader(folder), (folder / INDEX).exists()
         # From `holdfast.save`. If there is a `.metadata` beside the index, it has the nesting of names, too.
@@ -209,13 +217,13 @@ def _reads_ours(original: Callable[..., Future[None]]) -> Callable[..., Future[N
     return read_data
 
 
-def _is_marker(storage_data: Mapping[Any, Any]) -> bool:
+def _is_marker(storage_data: Mapping[MetadataIndex, StorageInfo]) -> bool:
     """Return whether a `.metadata` is a marker: the file that it refers to does not exist."""
     stored = next(iter(storage_data.values()), None)
     return stored is None or stored.relative_path == MARKER
 
 
-READS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+READS: dict[str, Callable[[Function], Function]] = {
     "read_metadata": _reads_index,
     "read_data": _reads_ours,
 }

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import secrets
-import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import closing
@@ -39,11 +38,10 @@ from holdfast._core.format.names import (
 )
 from holdfast._core.format.tensor_archive import ChunkLocation
 from holdfast._core.format.torch_dist import only_one
-from holdfast._core.format.torch_objects import Allowed, allowing
+from holdfast._core.format.torch_objects import allowing
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.open_checkpoint import TorchDist, open_source
 from holdfast._core.io.small_files import read_file
-from holdfast._core.io.stored_object import read_object
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import OBJECT, TensorSpec, dtype_code
 from holdfast._core.loading.boxes import Wanted, read_boxes
@@ -57,8 +55,10 @@ from holdfast._core.store.filesystem import make_durably
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
 from holdfast._core.torch_private import storage_info
+from holdfast._frameworks.megatron import enumerations
 from holdfast._frameworks.torch_dcp import metadata
 from holdfast._frameworks.torch_dcp.metadata import Described, Paths, Stored
+from holdfast._frameworks.torch_dcp.stored_object import read_object
 from holdfast._models.conversion.folder import delete, label_of, left_in, put_files, refuse_changed
 from holdfast._models.conversion.importing import FileMemory, leaf, run_import
 from holdfast.errors import BadInput, CorruptCheckpoint
@@ -152,7 +152,7 @@ def _leaves(store: Store, opened: TorchDist, meter: Meter, has_config: bool) -> 
 
 def _unwrapped(data: bytes, name: str) -> bytes:
     """Take a ShardedObject out of the list of one in which megatron-core stores it."""
-    with allowing(_safe_types()):
+    with allowing(enumerations.if_installed()):
         return objects.encode(only_one(objects.decode(data, name), name), name)
 
 
@@ -210,7 +210,7 @@ def export_torch_dist(
 
 def _small_files(store: Store) -> dict[str, bytes]:
     """Return the additional files that megatron-core needs in an export; none without common state."""
-    with allowing(_safe_types()):
+    with allowing(enumerations.if_installed()):
         common = read_object(store, COMMON)
         if common is None:
             return {}
@@ -251,7 +251,7 @@ def _export(store: Store, index: Index, writer: _Writer, progress: ReportProgres
                 size = torch.Size(box.offset), torch.Size(box.shape)
                 tensors[spec.name].chunks.append(dcp.ChunkStorageMetadata(*size))
             elif spec.name != COMMON:
-                with allowing(_safe_types()):
+                with allowing(enumerations.if_installed()):
                     parts, paths = _parts(spec.name, objects.decode(content.numpy().tobytes(), spec.name))
                     for part, value in parts.items():
                         writer.add(dcp.MetadataIndex(part), _archive(value))
@@ -282,17 +282,6 @@ def _parts(name: str, value: object) -> tuple[dict[str, object], Paths]:
     if SHARD in name:
         return {name: [value]}, {name: (name,)}
     return metadata.in_parts(name, value) if isinstance(value, list) else ({name: value}, {name: (name,)})
-
-
-def _safe_types() -> tuple[Allowed, ...]:
-    """Return megatron-core's enumerations, which common state may contain; none if it is not installed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron-core warns of CUDA extensions that are missing
-        try:
-            from holdfast._frameworks.megatron.mcore import safe_types
-        except ImportError:
-            return ()
-    return safe_types()
 
 
 class _Writer:

@@ -7,19 +7,21 @@ saves and loads go through Holdfast, and its waits have deadlines.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from holdfast._core.protocol.job import Job
 from holdfast._frameworks.install import install, is_installed
 
 if TYPE_CHECKING:  # types are checked without torchtitan
 
-    class TorchtitanManager:
-        @dataclass(kw_only=True, slots=True)
-        class Config:
-            enable: bool = False
+    @dataclass(kw_only=True, slots=True)
+    class TorchtitanConfig:
+        enable: bool = False
 
-        def __init__(self, config: Config, **components: object) -> None: ...
+    class TorchtitanManager:
+        Config: TypeAlias = TorchtitanConfig
+
+        def __init__(self, config: TorchtitanConfig, **components: object) -> None: ...
 
 else:
     from torchtitan.components.checkpointer import CheckpointManager as TorchtitanManager

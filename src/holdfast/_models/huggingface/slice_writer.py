@@ -37,8 +37,8 @@ from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.store.base import Store, storage_errors
 from holdfast._core.store.filesystem import make_durably
 from holdfast._core.store.local import LocalStore
-from holdfast._core.store.whole_files import WholeFiles
 from holdfast._models.conversion.folder import left_in, put_files, read_files, refuse_changed
+from holdfast._models.huggingface.whole_files import WholeFiles
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.needs import Needs
 from holdfast.errors import BadInput, CorruptCheckpoint

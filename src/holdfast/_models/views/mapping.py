@@ -211,7 +211,15 @@ def parse(entry: str, where: str) -> Rule:
         )
     otherwise = parse(other.removeprefix("tied "), where) if other else None
     names = tuple(name.strip() for name in match["names"].split(","))
+    least, most = _NAMES.get(way, (1, 1))
+    if not least <= len(names) <= most:
+        wants = f"{least} names" if least == most > 1 else "several names" if most > 1 else "one name"
+        raise BadInput(f"{where}: {way} takes {wants}, not {len(names)}.", hint="Separate names by commas.")
     return Rule(way, names, otherwise, other.startswith("tied "))
+
+
+_NAMES = {"concat": (2, 1 << 20), "grouped": (3, 3), "gated": (3, 3)}
+"""How many names a way takes, at least and at most, if not one."""
 
 
 def _by_key_heads(sizes: Sizes) -> tuple[Dims, int]:

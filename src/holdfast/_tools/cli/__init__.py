@@ -27,6 +27,7 @@ COMMANDS = {
     "import": "Convert checkpoints of torch DCP, megatron-core and DeepSpeed, and models of Hugging Face.",
     "export": "Convert a Holdfast checkpoint to torch DCP and megatron-core, or its weights to Hugging Face.",
     "fetch": "Show or copy just what some ranks need of a checkpoint or a published model.",
+    "models": "List the types of published models that there are tables for.",
     "reindex": "Rebuild a lost index from the data files.",
     "prune": "Remove what failed saves left behind, and old steps.",
     "run": "Run a program whose processes all call holdfast.install().",
