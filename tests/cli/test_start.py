@@ -49,6 +49,7 @@ def test_no_command_imports_torch(checkpoint: Path, kept: Path) -> None:
         ("explain", checkpoint, "wide", "--box", "0:4,500:520"),
         ("diff", checkpoint, kept, "--values"),
         ("fetch", kept, "--ranks", "0", "--grid", "world=1", "--to", checkpoint.parent / "fetched"),
+        ("models",),
         ("reindex", checkpoint, "--force", "--dry-run"),
         ("prune", kept.parent, "--dry-run"),
         ("diagnose", log),
@@ -87,7 +88,7 @@ finally:
 """
 NEVER = {"torch", "rich", "numpy.ma", "holdfast._core.format.pickle_reader", "holdfast._models.views"}
 """What none of these commands needs."""
-DATA = {"holdfast._core.io.file_reader", "holdfast._core.format.objects"}
+DATA = {"holdfast._core.io.file_reader", "holdfast._core.format.plain_objects"}
 """What is needed to read an object."""
 
 

@@ -13,7 +13,7 @@ DRAWN = {"mermaid", "text"}
 """Languages of blocks that nobody can run."""
 TESTED = {
     "docs/format.md": "tests/docs/test_format.py",
-    "docs/huggingface.md toml": "tests/docs/test_huggingface.py",
+    "docs/model.md toml": "tests/docs/test_model.py",
 }
 """Pages, or their blocks of one language, with a test of their own."""
 FOUND = {str(page.relative_to(ROOT)): blocks(page.read_text(encoding="utf-8")) for page in PAGES}

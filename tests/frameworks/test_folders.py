@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from holdfast._core.protocol.job import Job
-from holdfast._frameworks.frameworks import guard_of
 from holdfast._frameworks.megatron.patches import replacements
+from holdfast._frameworks.replacing import guard_of
 from holdfast._frameworks.settings import Settings
 from holdfast.errors import BadInput
 
@@ -41,7 +41,7 @@ def test_megatron_lm(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, variables.__name__, variables)
     called = []
     for name in ("save_checkpoint", "load_checkpoint"):
-        guard = guard_of(f"megatron.training.checkpointing:{name}", settings, told_by=int)
+        guard = guard_of(f"megatron.training.checkpointing:{name}", settings)
 
         def function(iteration: int, name: str = name) -> None:
             called.append(name)
@@ -56,9 +56,7 @@ def test_megatron_lm(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
             guarded(1)
     assert called == ["load_checkpoint"]
     arguments.save = "msc://profile/run"  # Megatron's own way to object stores
-    guarded = guard_of("megatron.training.checkpointing:save_checkpoint", settings, told_by=int).make(
-        function
-    )
+    guarded = guard_of("megatron.training.checkpointing:save_checkpoint", settings).make(function)
     guarded(2)
     assert len(called) == 2
 
@@ -70,7 +68,7 @@ def test_megatron_bridge(settings: Settings) -> None:
         called.append(state)
 
     place = "megatron.bridge.training.checkpointing:save_checkpoint"
-    guarded = guard_of(place, settings, told_by=int).make(save_checkpoint)
+    guarded = guard_of(place, settings).make(save_checkpoint)
 
     def state(folder: str | None) -> object:
         return SimpleNamespace(cfg=SimpleNamespace(checkpoint=SimpleNamespace(save=folder, load=None)))

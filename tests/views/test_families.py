@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast._core.layout.box import Box, whole
-from holdfast._models.views.family import Family, View, families, view_of
+from holdfast._models.views.family import View, families, view_of
 from holdfast._models.views.mapping import WAYS, Segment, Sizes
 from holdfast.errors import BadInput, ShapeMismatch
 from tests.support.boxes import tiles
@@ -77,6 +77,7 @@ def models(draw: st.DrawFn) -> tuple[View, str, tuple[int, ...]]:
     entry, _, axes = found
     rows = {
         "grouped": groups * (heads + 2) * head,
+        "grouped_joined": groups * (heads + 2) * head,
         "gated": groups * (2 * heads + 2) * head,
         "padded": sizes["vocab_size"] + draw(st.integers(0, 4)),
         **rows_of_delta_nets(sizes),
@@ -105,7 +106,7 @@ def test_parts_of_a_published_tensor_make_up_all_of_it(family: str, way: str) ->
     """Each of them, whatever examples the test above draws."""
     heads = {"linear_num_key_heads": 3, "linear_num_value_heads": 6}
     sizes = {"num_hidden_layers": 1, **heads, "linear_key_head_dim": 5, "linear_value_head_dim": 7}
-    view = View(Family(family), sizes)
+    view = View(FAMILIES[family], sizes)
     rows = rows_of_delta_nets(sizes)
     seen = 0
     for name in view.family.entries:
@@ -177,7 +178,7 @@ def test_every_way_is_used() -> None:
 def test_rows_of_a_gated_delta_net_that_the_configuration_does_not_say_are_told(name: str) -> None:
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     view = View(
-        Family("qwen3_next"),
+        FAMILIES["qwen3_next"],
         {"num_hidden_layers": 4, **heads, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
     )
     name, shape = f"decoder.layers.0.self_attention.{name}", (30, 32)
@@ -199,14 +200,14 @@ def test_a_rule_takes_its_other_one_where_the_folder_has_that() -> None:
             f"model.language_model.{layer}down_proj",
         ),
     ]:
-        view = View(Family("qwen3_5_moe"), sizes, has=has.__contains__)
+        view = View(FAMILIES["qwen3_5_moe"], sizes, has=has.__contains__)
         (segment,) = view.segments(name, shape, whole(shape))
         assert segment.name == expected
 
 
 def test_numbers_that_do_not_fit_are_told() -> None:
     view = View(
-        Family("qwen3_moe"),
+        FAMILIES["qwen3_moe"],
         {"num_hidden_layers": 4, "num_experts": 8, "num_key_value_heads": 2, "num_attention_heads": 4},
     )
     fc1 = "decoder.layers.mlp.experts.experts.linear_fc1.weight"

@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+from holdfast._core.base.values import Message
 from holdfast.errors import BadInput
 
 CHECKS = ("auto", "full", "sample", "off")
@@ -147,7 +147,7 @@ def _job_of(env: Mapping[str, str]) -> str:
     return f"slurm {env['SLURM_JOB_ID']}" if env.get("SLURM_JOB_ID") else ""
 
 
-def read_install() -> dict[str, Any] | None:
+def read_install() -> Message | None:
     """Read the arguments of `holdfast.install` that `holdfast run` gives its processes; None without it."""
     text = os.environ.get(INSTALL, "")
     if not text:
@@ -173,6 +173,11 @@ def roll_call_folder() -> str:
     """Return the folder that files of roll calls go to (HOLDFAST_ROLL_CALLS, or else that of the events); ""
     for none."""
     return os.environ.get("HOLDFAST_ROLL_CALLS", "") or event_folder()
+
+
+def model_folders() -> list[str]:
+    """Return the folders with tables of model families (HOLDFAST_MODELS; several as in PATH)."""
+    return [name for name in os.environ.get("HOLDFAST_MODELS", "").split(os.pathsep) if name]
 
 
 def may_draw() -> bool:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from holdfast._models.views import family as tables
+import os
+from pathlib import Path
+
+from holdfast._models.views import family
 from holdfast._models.views.mapping import WAYS, Rule
+from holdfast._models.views.tables import by_model_type
+
+
+def register(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Add a table of a family of models; return its model types.
+
+    A table describes models by the tensors that they publish (docs/model.md). From now on, all calls in this
+    process know its model types; it replaces tables of the package with the same ones. In a job, all ranks
+    call this. Tables in the folders of HOLDFAST_MODELS, and in packages with an entry point of the group
+    `holdfast.models`, are known without a call.
+
+    path: the TOML file.
+
+    Raises BadInput for a file that is no table, with the line and the key.
+    """
+    return family.register(Path(path))
 
 
 def families() -> dict[str, str]:
     """Return the supported model types, as in `config.json`, with the models that they cover."""
-    return {kind: family.about for kind, family in sorted(tables.families().items())}
+    return {kind: table.about for kind, table in sorted(by_model_type().items())}
 
 
 def mapping_of(model_type: str, name: str) -> str:
@@ -21,7 +40,7 @@ def mapping_of(model_type: str, name: str) -> str:
 
     Raises BadInput for a model type or a name that no table has.
     """
-    entry, numbers, _ = tables.family_of(model_type).get(name)
+    entry, numbers, _ = family.family_of(model_type).get(name)
     places = {hole: str(numbers.get(hole, f"{{{hole}}}")) for hole in ("layer", "expert")}
     places["after"] = f"{{num_hidden_layers + {places['layer']}}}"
 

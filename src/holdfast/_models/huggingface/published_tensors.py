@@ -30,8 +30,9 @@ from holdfast._core.layout.tensor import (
 from holdfast._core.store.local import LocalStore
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.family import OUTPUT, View, view_of
-from holdfast._models.views.hugging_face import HuggingFaceFolder, read_config
+from holdfast._models.views.hugging_face import HuggingFaceFolder
 from holdfast._models.views.mapping import Segment, same
+from holdfast._models.views.published_model import read_config
 from holdfast.errors import BadInput, CoverageError, MissingTensors
 
 OUTPUTS = ("output_layer.weight", OUTPUT)
@@ -81,9 +82,12 @@ def config_of(base: LocalStore) -> dict[str, object]:
 
 
 def view_to_export(base: LocalStore) -> View:
-    """Map a published folder to megatron-core's names and shapes, by its configuration alone."""
-    # inner=False: the configuration of a multimodal model describes more than its language model.
-    return view_of(config_of(base), f"{base.url}/{hf.CONFIG}", inner=False)
+    """Map a published folder to megatron-core's names and shapes, by its configuration; only where the
+    language model is inside of another one, by the names of its tensors."""
+    folder = HuggingFaceFolder.at(base)
+    named = folder.has if folder is not None else None
+    # inner=False: a multimodal model without a table has more weights than the language model's.
+    return view_of(config_of(base), f"{base.url}/{hf.CONFIG}", inner=False, named=named)
 
 
 def plan_export(

@@ -1,6 +1,6 @@
 """Families of models: tables that map each megatron-core tensor to published tensors.
 
-A table (`families/*.toml`) has a section for each kind of layer. A section's key is the prefix of our names,
+A table (`tables`) has a section for each kind of layer. A section's key is the prefix of our names,
 `published` the prefix of the published names, and each entry maps one of our names to a rule for its source
 (`mapping.parse`). "Ours" are megatron-core's names and tensors, or transformers' where a table lists those.
 `extends` names one or more tables that are read first; `within` names a section whose entries are copied,
@@ -10,37 +10,25 @@ with megatron-core's `transformer_layer` or `mtp_model_layer` before them.
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from itertools import product
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import Dims, nearest
+from holdfast._models.views import tables
 from holdfast._models.views.mapping import WAYS, Rule, Segment, Sizes, parse
 from holdfast.errors import BadInput, ShapeMismatch
 
-_FOLDER = files("holdfast._models.views") / "families"
 _NUMBER = re.compile(r"\.\d+(?=\.|\Z)")
 _HOLES = re.compile(r"\.\{(layer|expert)\}")
 _INNER = ("transformer_layer.", "mtp_model_layer.")
 """Prefixes of megatron-core for the layer inside a multi-token prediction layer: 0.16, and since 0.19."""
-_MODEL, _INNER_MODEL = "model.", "model.language_model."
-"""Prefix of the layers of a language model, and of the language model inside a multimodal one."""
-OUTPUT = "lm_head.weight"
-EMBEDDINGS = tuple(prefix + "embed_tokens.weight" for prefix in (_MODEL, _INNER_MODEL))
-"""Possible published names of the embedding."""
-_FURTHER = "mtp."
-"""Prefix of published layers that predict further tokens; other families have them behind all others."""
+OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+"""Published names of the output layer and of the embedding, in a model that no other one contains."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-
-
-class _Table(NamedTuple):
-    about: str
-    model_types: tuple[str, ...]
-    sections: dict[str, dict[str, str]]
 
 
 class TableEntry(NamedTuple):
@@ -53,23 +41,28 @@ class TableEntry(NamedTuple):
     rule: Rule
     prefix: str
     """Prefix of the published names."""
+    is_unchanged: bool = False
+    """Is it of a part of the model that has no other form, and so no table?"""
+
+
+Found = tuple[TableEntry, dict[str, int], list[str]]
+"""An entry, the numbers in a name, and the placeholders that are axes of the tensor."""
 
 
 class Family:
     """A family of models with the same table."""
 
-    def __init__(self, name: str) -> None:
-        table = _read(name)
-        self.name, self.about = name, table.about
+    def __init__(self, table: tables.Table) -> None:
+        self.name, self.about, self._table = table.name, table.about, table
         self.entries: dict[str, TableEntry] = {}
         """Entries by our name, without numbers of layers and experts."""
         for section, rules in table.sections.items():
             prefix = rules.get("published", "*").removesuffix("*")
             for ours, rule in rules.items():
-                if ours not in ("published", "within"):
+                if ours not in tables.LINKS:
                     self._add(section.removesuffix("*") + ours, rule, prefix)
             for ours, rule in table.sections.get(rules.get("within", ""), {}).items():
-                for inner in _INNER if ours not in ("published", "within") else ():
+                for inner in _INNER if ours not in tables.LINKS else ():
                     self._add(section.removesuffix("*") + inner + ours, rule, prefix)
 
     def _add(self, ours: str, rule: str, prefix: str) -> None:
@@ -77,10 +70,10 @@ class Family:
         pattern = re.sub(r"\\\.<(\w+)>", r"(?:\\.(?P<\1>\\d+))?", pattern)
         holes = tuple(_HOLES.findall(ours))
         self.entries[_HOLES.sub("", ours)] = TableEntry(
-            ours, re.compile(pattern), holes, parse(rule, f"families/{self.name}.toml, {ours!r}"), prefix
+            ours, re.compile(pattern), holes, parse(rule, f"{self._table.file}, {ours!r}"), prefix
         )
 
-    def find(self, name: str) -> tuple[TableEntry, dict[str, int], list[str]] | None:
+    def find(self, name: str) -> Found | None:
         """Return the entry of a name, the numbers in it, and the holes that are axes of the tensor."""
         entry = self.entries.get(_NUMBER.sub("", name))
         if entry is None or (match := entry.pattern.fullmatch(name)) is None:
@@ -88,14 +81,19 @@ class Family:
         numbers = {hole: int(digits) for hole, digits in match.groupdict().items() if digits is not None}
         return entry, numbers, [hole for hole in entry.holes if hole not in numbers]
 
-    def get(self, name: str) -> tuple[TableEntry, dict[str, int], list[str]]:
+    def get(self, name: str) -> Found:
         """Do the same as `find`; raise BadInput for a name that the family does not have."""
         found = self.find(name)
-        if found is None:
-            near = nearest(_NUMBER.sub("", name), self.entries)
-            hint = f"The nearest of its names is {near!r}." if near else ""
-            raise BadInput(f"The family {self.name!r} has no {name!r}.", hint=hint)
-        return found
+        return self.refuse(name) if found is None else found
+
+    def refuse(self, name: str) -> NoReturn:
+        near = nearest(_NUMBER.sub("", name), self.entries)
+        hint = f"The nearest of its names is {near!r}." if near else ""
+        raise BadInput(f"The family {self.name!r} has no {name!r}.", hint=hint)
+
+    @property
+    def table(self) -> tables.Table:
+        return self._table
 
 
 class View:
@@ -103,6 +101,8 @@ class View:
 
     sizes: numbers of its configuration. is_tied: does its output layer share the embedding?
     has: tells whether it has a tensor of this name; None: go by its configuration.
+    outer: the table of the model that contains this one; None: there is none, or it has no table.
+    named: without `has`, tells it only to find the language model inside of another one.
     """
 
     def __init__(
@@ -111,29 +111,49 @@ class View:
         sizes: Sizes,
         is_tied: bool = False,
         has: Callable[[str], bool] | None = None,
+        outer: tables.Table | None = None,
+        named: Callable[[str], bool] | None = None,
     ) -> None:
         self.family, self.sizes = family, _Numbers(sizes)
         self.is_tied, self._has = is_tied, has
-        self._is_inner = has is not None and has(f"{_INNER_MODEL}embed_tokens.weight")
+        inner = family.table
+        self._outside = (outer and outer.outside) or inner.outside
+        self._unchanged = (outer or inner).unchanged
+        self._further = (outer and outer.further) or inner.further
+        self._named = has or named or (lambda name: False)
+        self._inside = _inside((outer and outer.inside) or inner.inside, self._named)
+
+    def find(self, name: str) -> Found | None:
+        """Return the entry of one of our names (`Family.find`), also if the model is part of another one."""
+        inner = _replaced(name, self._outside)
+        found = self.family.find(inner)
+        if found is None:
+            is_part = name.startswith(tuple(self._unchanged))
+            published = _replaced(name, self._unchanged) if is_part else self._place(inner)
+            # Also a published name of the language model, which begins in another way here.
+            if is_part or (published != name and self._named(published)):
+                rule = Rule("same", (published,))
+                return TableEntry(name, re.compile(re.escape(name)), (), rule, "", True), {}, []
+        return found
 
     def knows(self, name: str) -> bool:
-        return self.family.find(name) is not None
+        return self.find(name) is not None
 
     def predicts_further(self, published: str) -> bool:
         """Return whether a published tensor is of the layers that predict further tokens."""
         layer = _LAYER.search(published)
         behind = layer is not None and int(layer[1]) >= self.sizes["num_hidden_layers"]
-        return behind or published.startswith(_FURTHER)
+        return behind or published.startswith(self._further)
 
     def is_padded(self, name: str) -> bool:
         """Return whether our tensor may have more rows than the published one."""
-        match = self.family.find(name)
+        match = self.find(name)
         return match is not None and match[0].rule.way == "padded"
 
     def segments(self, name: str, shape: Dims, box: Box) -> Iterator[Segment]:
         """Yield the segments that make up a box of the tensor `name`, of global `shape`. The rest of the box
         is padding."""
-        entry, numbers, axes = self.family.get(name)
+        entry, numbers, axes = self.find(name) or self.family.refuse(name)
         lead, tail = shape[: len(axes)], shape[len(axes) :]
         if not tail:
             raise BadInput(f"{name!r} has shape {list(shape)}, which has too few axes for what it is.")
@@ -152,7 +172,7 @@ class View:
         """Raise ShapeMismatch if the number of layers or experts differs from the published model: with
         fewer, some would silently be left out."""
         published = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], count)
-        if published != count and not name.startswith("mtp."):
+        if published != count and not _replaced(name, self._outside).startswith(self._further):
             raise ShapeMismatch(
                 f"{name!r} has {count} {axis}s, and the published model {published}.",
                 hint="Build the model with the sizes of config.json.",
@@ -165,7 +185,7 @@ class View:
         return [self._place(entry.prefix + name) for name in (*rule.names, *(other.names if other else ()))]
 
     def _place(self, name: str) -> str:
-        return name.replace(_MODEL, _INNER_MODEL, 1) if self._is_inner else name
+        return _replaced(name, self._inside)
 
     def rule(self, entry: TableEntry, numbers: dict[str, int]) -> tuple[Rule, list[str]]:
         """Return the rule of an entry that applies to this model, and the names of the published tensors.
@@ -175,6 +195,8 @@ class View:
         after = self.sizes["num_hidden_layers"] + numbers.get("layer", 0) if "{after}" in entry.prefix else 0
 
         def published(name: str) -> str:
+            if entry.is_unchanged:
+                return name
             return self._place((entry.prefix + name).format(**numbers, after=after))
 
         rule, other = entry.rule, entry.rule.otherwise
@@ -191,6 +213,31 @@ class View:
         if self._has is None:
             return rule.if_tied and self.is_tied
         return not self._has(name) and (self.is_tied if rule.if_tied else self._has(other))
+
+
+def _inside(places: Sequence[Mapping[str, str]], has: Callable[[str], bool]) -> Mapping[str, str]:
+    """Return what beginnings of published names become where the language model is inside of another one."""
+    if has(EMBEDDING):
+        return {}
+    return next((one for one in places if has(_replaced(EMBEDDING, one))), {})
+
+
+def output_and_embedding(config: Mapping[str, object], has: Callable[[str], bool]) -> tuple[str, str]:
+    """Return the published names of the output layer and of the embedding, also of a model without a
+    table."""
+    known = tables.by_model_type()
+    names = [str(part.get("model_type")) for part in (config, language_model(config))]
+    places = next((known[name].inside for name in names if name in known and known[name].inside), None)
+    inside = _inside(tables.decoder().inside if places is None else places, has)
+    return _replaced(OUTPUT, inside), _replaced(EMBEDDING, inside)
+
+
+def _replaced(name: str, beginnings: Mapping[str, str]) -> str:
+    """Replace the first of these beginnings that a name has."""
+    for beginning, other in beginnings.items():
+        if name.startswith(beginning):
+            return other + name[len(beginning) :]
+    return name
 
 
 def _with_lead(segment: Segment, lead: int, part: Box) -> Segment:
@@ -232,34 +279,42 @@ def sizes_of(config: Mapping[str, object], where: str) -> dict[str, int]:
 
 
 def view_of(
-    config: Mapping[str, object], where: str, has: Callable[[str], bool] | None = None, inner: bool = True
+    config: Mapping[str, object],
+    where: str,
+    has: Callable[[str], bool] | None = None,
+    inner: bool = True,
+    named: Callable[[str], bool] | None = None,
 ) -> View:
     """Make the view of a published model from its `config.json`. BadInput if its family is not known.
 
     where: the file, for errors. has: tells whether the model has a tensor of this name; None: go by the
         configuration.
-    inner: for a multimodal model, take the language model inside.
+    inner: for a multimodal model without a table, take the language model inside.
+    named: as in `View`.
     """
-    tied = is_tied(config)
-    config = language_model(config) if inner else config
+    tied, outer = is_tied(config), tables.by_model_type().get(str(config.get("model_type")))
+    outer = outer if outer is not None and outer.contains else None
+    config = language_model(config) if inner or outer else config
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise BadInput(
             f"{where} does not say which model_type it is of.", hint="Give the folder of a published model."
         )
-    return View(family_of(kind), sizes_of(config, where), tied, has)
+    return View(family_of(kind), sizes_of(config, where), tied, has, outer, named)
 
 
 def language_model(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the configuration of the language model; in a multimodal model, of the inner language model."""
-    text = config.get("text_config")
-    return text if isinstance(text, dict) and not is_known(config) else config
+    table = tables.by_model_type().get(str(config.get("model_type")))
+    text = config.get(table.contains if table is not None and table.contains else "text_config")
+    is_language_model = table is not None and not table.contains
+    return text if isinstance(text, dict) and not is_language_model else config
 
 
 def is_known(config: Mapping[str, object]) -> bool:
-    """Return whether there is a table for the model type of a configuration."""
-    kind = config.get("model_type")
-    return isinstance(kind, str) and kind in families()
+    """Return whether there is a table for the language model of this configuration."""
+    table = tables.by_model_type().get(str(config.get("model_type")))
+    return table is not None and not table.contains
 
 
 def is_tied(config: Mapping[str, object]) -> bool:
@@ -271,37 +326,33 @@ def is_tied(config: Mapping[str, object]) -> bool:
     )
 
 
-@cache
+def register(path: str | Path) -> tuple[str, ...]:
+    """Read a table, check it, and use it for its model types from now on; return these."""
+    types = tables.register(path)
+    family_of.cache_clear()
+    return types
+
+
 def families() -> dict[str, Family]:
-    """Return all families, by the `model_type` of Hugging Face's configurations."""
-    by_type: dict[str, Family] = {}
-    for name in sorted(path.name for path in _FOLDER.iterdir()):
-        name, _, suffix = name.rpartition(".")
-        if suffix == "toml":
-            for kind in _read(name).model_types:
-                by_type[kind] = Family(name)
-    return by_type
+    """Return all families of language models, by the `model_type` of Hugging Face's configurations."""
+    return {kind: family_of(kind) for kind, table in tables.by_model_type().items() if not table.contains}
 
 
+@cache
 def family_of(model_type: str) -> Family:
     """Return the family of a model type. BadInput, with the nearest one, if it is not known."""
-    known = families()
+    known = tables.by_model_type()
     if model_type not in known:
         near = nearest(model_type, list(known))
         raise BadInput(
             f"Holdfast has no table for the model type {model_type!r}."
             + (f" The nearest that it has is {near!r}." if near else ""),
-            hint="docs/huggingface.md shows how to add one.",
+            hint="docs/model.md shows how to add one.",
         )
-    return known[model_type]
-
-
-@cache
-def _read(name: str) -> _Table:
-    values = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
-    about, kinds, bases = (values.pop(key, ()) for key in ("about", "model_types", "extends"))
-    sections: dict[str, dict[str, str]] = {}
-    for more in [*(_read(base).sections for base in ([bases] if isinstance(bases, str) else bases)), values]:
-        for key, rules in more.items():
-            sections[key] = {**sections.get(key, {}), **rules}
-    return _Table(about, tuple(kinds), sections)
+    table = known[model_type]
+    if table.contains:
+        raise BadInput(
+            f"{model_type!r} contains a language model, which has a table of its own.",
+            hint=f"Give the model_type of its {table.contains}.",
+        )
+    return Family(table)

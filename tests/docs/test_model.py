@@ -1,0 +1,54 @@
+"""docs/model.md, followed word by word: its files are saved, and its commands are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import blocks, text
+from tests.docs.shell import run_commands
+
+ON_CPU = """
+import sys
+if "try.py" in sys.orig_argv:
+    from megatron.core import tensor_parallel
+    from tests.frameworks.megatron.cpu import use_cpu
+    use_cpu()
+    tensor_parallel.model_parallel_cuda_manual_seed = lambda seed: None
+"""
+"""Of megatron-core's needs, what the page leaves to a GPU."""
+MARK = "tests/docs/test_model.py"
+
+
+def test_the_page_is_followed_word_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(ON_CPU)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    printed, failed = "", 0
+    for block in blocks(text("docs/model.md")):
+        if not block.elsewhere.startswith(MARK):
+            continue
+        if block.language != "sh":
+            file = tmp_path / block.elsewhere.removeprefix(f"{MARK}: ")
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(block.code)
+            continue
+        if ", fails: " in block.elsewhere:
+            with pytest.raises(AssertionError) as told:
+                run_commands(block.code, tmp_path)
+            assert block.elsewhere.partition(", fails: ")[2] in str(told.value)
+            failed += 1
+        else:
+            printed += run_commands(block.code, tmp_path)
+    listed = [line.split() for line in printed.split("\n")]
+    assert ["seed_oss", "Seed-OSS", "HOLDFAST_MODELS=tables"] in listed
+    tried = {
+        words[0]: (float(words[4].strip(",")), float(words[-1]))
+        for words in listed
+        if words[1:2] == ["logits"]
+    }
+    assert tried.keys() == {"seed_oss:", "arcee:"}
+    assert all(largest > 5 and difference < 1e-5 * largest for largest, difference in tried.values())
+    assert failed == 1
