@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -150,12 +149,6 @@ def optimistic_final(context: Context, job: Any) -> Steps:
 def pessimistic_doubt(context: Context, cause: HoldfastError) -> Steps:
     """Calls what it can't know a failure."""
     return HoldfastError(f"{context.title} failed: {cause.message}")
-    yield
-
-
-def endless_patience(self: Any, ranks: list[int], what: str) -> Iterator[Any]:
-    """Looks at nobody and at no deadline."""
-    return
     yield
 
 
