@@ -5,16 +5,38 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from holdfast._models.views.mapping import WAYS
 from holdfast.huggingface import families
 from tests.docs.pages import table, text
+from tests.frameworks.huggingface.models import TINY, Tiny
+from tests.frameworks.huggingface.test_converters import CONVERTED
 
 PAGE, HOW = "docs/huggingface.md", "docs/model.md"
 
 
+def verified() -> dict[str, str]:
+    """How each model type is tested, by the tests' own lists."""
+    transformers = pytest.importorskip("transformers")
+
+    def types(tiny: Tiny) -> set[str]:
+        return {getattr(transformers, tiny.config).model_type} | ({tiny.text} if tiny.text else set())
+
+    how = dict.fromkeys(
+        sorted({kind for tiny in CONVERTED.values() for kind in types(tiny)}), "converter, module"
+    )
+    how |= dict.fromkeys({kind for tiny in TINY.values() for kind in types(tiny)}, "logits, back, module")
+    return {**how, "gpt_oss": "experts", "kimi_k2": "as deepseek_v3"}
+
+
 def test_the_table_of_families() -> None:
-    rows = {row[0].strip("`"): row[1] for row in table(text(PAGE), "families")}
-    assert rows == families()
+    """A type that no test verifies is not listed, and so not in the package."""
+    rows = {row[0].strip("`"): tuple(row[1:]) for row in table(text(PAGE), "families")}
+    known, how = families(), verified()
+    assert rows == {kind: (known[kind], how.get(kind, "nothing")) for kind in known}
+    assert how.keys() == known.keys()
+    assert len(rows) >= 45
 
 
 def test_the_table_of_ways() -> None:

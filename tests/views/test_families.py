@@ -77,6 +77,7 @@ def models(draw: st.DrawFn) -> tuple[View, str, tuple[int, ...]]:
     entry, _, axes = found
     rows = {
         "grouped": groups * (heads + 2) * head,
+        "grouped_joined": groups * (heads + 2) * head,
         "gated": groups * (2 * heads + 2) * head,
         "padded": sizes["vocab_size"] + draw(st.integers(0, 4)),
         **rows_of_delta_nets(sizes),

@@ -94,11 +94,11 @@ def test_folders_and_packages_bring_some_and_the_command_lists_them(
         }
         assert found["theirs"]["from"] == f"HOLDFAST_MODELS={tmp_path / 'two'}"
         assert found["acme"]["from"] == "holdfast.models: acme"
-        assert found["qwen3"] == {
-            "model_type": "qwen3",
-            "models": "Qwen 3",
+        assert found["qwen3_moe"] == {
+            "model_type": "qwen3_moe",
+            "models": "Qwen 3 with experts: 30B-A3B, 235B-A22B",
             "from": "holdfast",
-            "file": "families/qwen3.toml",
+            "file": "families/qwen3_moe.toml",
         }
         rows = [line.split() for line in CliRunner().invoke(cli, ["models"]).output.split("\n")]
         assert ["acme", "Of", "Acme", "holdfast.models:", "acme"] in rows

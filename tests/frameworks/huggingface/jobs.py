@@ -28,14 +28,14 @@ def load_into(chunks: list[Any], folder: str) -> None:
         chunk.load_state_dict(loaded[f"model{number}" if len(chunks) > 1 else "model"], strict=False)
 
 
-def logits(rank: int, name: str, folder: str) -> tuple[float, float]:
+def logits(rank: int, name: str, folder: str, out: str = "") -> tuple[float, float]:
     """The largest difference between the logits of transformers and of megatron-core, and the largest
-    logit."""
-    import transformers
+    logit. out: where to save megatron-core's model."""
+    from holdfast import megatron
 
     use_cpu()
     recipe = TINY[name].recipe
-    published = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    published = TINY[name].auto.from_pretrained(folder, attn_implementation="eager").eval()
     with parallel(Layout()):
         chunks = build(config_of(Layout(), recipe), Layout(), recipe)
         load_into(chunks, folder)
@@ -45,6 +45,8 @@ def logits(rank: int, name: str, folder: str) -> tuple[float, float]:
         with torch.no_grad():
             ours = chunks[0](tokens, places, mask)[..., :WORDS]
             theirs = published(tokens).logits
+        if out:
+            megatron.save(describe(chunks), out, content_metadata=metadata(), job=Job(timeout=60))
     return float((ours - theirs).abs().max()), float(theirs.abs().max())
 
 

@@ -52,6 +52,10 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 WHOLE_ROPE = {"rope_parameters": {**COMMON["rope_parameters"], "partial_rotary_factor": 1.0}}
+_ROPE = WHOLE_ROPE["rope_parameters"]
+THREE_ROPES = {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}
+"""Of time, height and width, which are the same for text."""
+UNSCALED = {"rope_parameters": {**_ROPE, "llama_4_scaling_beta": 0.0, "original_max_position_embeddings": 64}}
 DELTA = {
     "head_dim": 8,
     "linear_num_key_heads": 2,
@@ -86,14 +90,57 @@ class Tiny:
     recipe: Recipe = field(default_factory=Recipe)
     rounding: float = 1e-5
     """What logits may differ by, of the largest."""
+    text: str = ""
+    """Of a model that contains a language model: the type of that."""
 
     def configuration(self, **more: Any) -> Any:
         import transformers
 
-        return getattr(transformers, self.config)(**{**COMMON, **self.published, **more})
+        sizes = {**COMMON, **self.published, **more}
+        if self.text:
+            tied = {"tie_word_embeddings": sizes["tie_word_embeddings"]}
+            inner = {**sizes, "model_type": self.text}
+            sizes = {"text_config": inner, "vision_config": VISION[self.config], **tied}
+        return getattr(transformers, self.config)(**sizes)
+
+    @property
+    def auto(self) -> Any:
+        """transformers' class for such models."""
+        import transformers
+
+        return transformers.AutoModelForImageTextToText if self.text else transformers.AutoModelForCausalLM
 
     def __hash__(self) -> int:
         return hash(repr(self))
+
+
+_EYES = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "depth": 1, "out_hidden_size": 32}
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+VISION = {
+    "Gemma3Config": _SIGLIP,
+    "LlavaConfig": _SIGLIP,
+    "InternVLConfig": {**_SIGLIP, "model_type": "internvl_vision"},
+    "Mistral3Config": {**_SIGLIP, "model_type": "pixtral", "head_dim": 16},
+    "Qwen2VLConfig": {"embed_dim": 32, "hidden_size": 32, "num_heads": 2, "depth": 1},
+    "Qwen2_5_VLConfig": {**_EYES, "fullatt_block_indexes": [0]},
+    "Qwen3VLConfig": {**_EYES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    "Qwen3_5Config": {**_EYES, "num_position_embeddings": 16},
+    "Qwen3_5MoeConfig": {**_EYES, "num_position_embeddings": 16},
+    "Glm4vMoeConfig": {**_EYES, "image_size": 28, "patch_size": 14},
+}
+"""What each model that contains a language model sees with."""
+
+
+def _squared_relu(values: torch.Tensor) -> torch.Tensor:
+    return torch.relu(values) ** 2
 
 
 def dense(**extra: Any) -> dict[str, Any]:
@@ -164,13 +211,129 @@ TINY = {
     ),
 }
 
+BIASED = {"normalization": "LayerNorm", "gated_linear_unit": True}
+PLAIN = Recipe(extra=dense(qk_layernorm=False))
+TURNED = Recipe(extra=dense(qk_layernorm=False, rotary_interleaved=True))
+TINY |= {
+    "smollm3": Tiny("SmolLM3Config", {"no_rope_layers": [1, 1, 1, 1], "pad_token_id": 0}, PLAIN),
+    "cwm": Tiny("CwmConfig", {"head_dim": 8}, PLAIN),
+    "granite": Tiny("GraniteConfig", {"attention_multiplier": 8**-0.5}, PLAIN),
+    "helium": Tiny("HeliumConfig", {"head_dim": 8}, TURNED),
+    "ernie4_5": Tiny("Ernie4_5Config", {"head_dim": 8}, TURNED),
+    "ministral": Tiny("MinistralConfig", {"head_dim": 8}, PLAIN),
+    "ministral3": Tiny("Ministral3Config", {"head_dim": 8, **UNSCALED}, PLAIN),
+    "phi3": Tiny("Phi3Config", {"pad_token_id": 0}, PLAIN),
+    "glm": Tiny(
+        "GlmConfig",
+        {"head_dim": 8, "attention_bias": True, "pad_token_id": 0, **WHOLE_ROPE},
+        Recipe(extra=dense(qk_layernorm=False, add_qkv_bias=True, rotary_interleaved=True)),
+    ),
+    "stablelm": Tiny("StableLmConfig", WHOLE_ROPE, Recipe(extra=dense(qk_layernorm=False, **BIASED))),
+    "jais2": Tiny(
+        "Jais2Config",
+        {"head_dim": 8},
+        Recipe(
+            extra=dense(
+                qk_layernorm=False,
+                normalization="LayerNorm",
+                add_bias_linear=True,
+                gated_linear_unit=False,
+                activation_func=_squared_relu,
+            )
+        ),
+    ),
+    "olmoe": Tiny(
+        "OlmoeConfig",
+        {"intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        Recipe(norm_of_all_heads=True),
+    ),
+    "granitemoe": Tiny(
+        "GraniteMoeConfig",
+        {
+            "intermediate_size": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 8**-0.5,
+        },
+        Recipe(extra={"qk_layernorm": False}),
+    ),
+    "granitemoeshared": Tiny(
+        "GraniteMoeSharedConfig",
+        {
+            "intermediate_size": 16,
+            "shared_intermediate_size": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 8**-0.5,
+        },
+        Recipe(extra={"qk_layernorm": False}, shared_expert=True),
+    ),
+    "dots1": Tiny(
+        "Dots1Config",
+        {"head_dim": 8, **EXPERTS, **ROUTED},
+        Recipe(extra=SIGMOID, per_layer=True, shared_expert=True),
+    ),
+    "solar_open": Tiny(
+        "SolarOpenConfig",
+        {"head_dim": 8, **EXPERTS, **ROUTED, **WHOLE_ROPE},
+        Recipe(extra={**SIGMOID, "qk_layernorm": False}, shared_expert=True),
+    ),
+    "glm4_moe_lite": Tiny(
+        "Glm4MoeLiteConfig",
+        {**EXPERTS, **ROUTED, **LATENT},
+        Recipe(extra=SIGMOID, per_layer=True, shared_expert=True, latent=True),
+    ),
+    "youtu": Tiny("YoutuConfig", LATENT, Recipe(extra=DENSE, per_layer=True, latent=True)),
+    "deepseek_v2": Tiny(
+        "DeepseekV2Config",
+        {**EXPERTS, **ROUTED, **LATENT, "topk_method": "greedy", "norm_topk_prob": False},
+        Recipe(extra={"moe_router_pre_softmax": True}, per_layer=True, shared_expert=True, latent=True),
+        1e-4,
+    ),
+    "mistral": Tiny("MistralConfig", {"head_dim": 8}, PLAIN),
+    "qwen2_vl": Tiny(
+        "Qwen2VLConfig",
+        THREE_ROPES,
+        Recipe(extra=dense(qk_layernorm=False, add_qkv_bias=True)),
+        text="qwen2_vl_text",
+    ),
+    "qwen2_5_vl": Tiny(
+        "Qwen2_5_VLConfig",
+        THREE_ROPES,
+        Recipe(extra=dense(qk_layernorm=False, add_qkv_bias=True)),
+        text="qwen2_5_vl_text",
+    ),
+    "qwen3_vl": Tiny("Qwen3VLConfig", {"head_dim": 8}, Recipe(extra=DENSE), text="qwen3_vl_text"),
+    "qwen3_5": Tiny("Qwen3_5Config", DELTA, delta_net(**DENSE), 1e-4, text="qwen3_5_text"),
+    "qwen3_5_moe": Tiny(
+        "Qwen3_5MoeConfig",
+        {**DELTA, **SHARED},
+        delta_net(moe_shared_expert_gate=True),
+        1e-4,
+        text="qwen3_5_moe_text",
+    ),
+    "glm4v_moe": Tiny(
+        "Glm4vMoeConfig",
+        {"head_dim": 8, **EXPERTS, **ROUTED, **THREE_ROPES},
+        Recipe(
+            extra={**SIGMOID, "qk_layernorm": False, "add_qkv_bias": True},
+            per_layer=True,
+            shared_expert=True,
+        ),
+        text="glm4v_moe_text",
+    ),
+    "mistral3": Tiny("Mistral3Config", {"head_dim": 8}, PLAIN, text="mistral"),
+    "internvl": Tiny(
+        "InternVLConfig", {}, Recipe(extra=dense(qk_layernorm=False, add_qkv_bias=True)), text="qwen2"
+    ),
+    "llava": Tiny("LlavaConfig", {}, PLAIN, text="llama"),
+}
+
 
 def publish(tiny: Tiny, folder: Path, change: Callable[[Any], None] | None = None, **more: Any) -> Any:
     """Have transformers write a model of random weights, in several files; returns the model."""
-    import transformers
-
     torch.manual_seed(5)
-    model = transformers.AutoModelForCausalLM.from_config(tiny.configuration(**more)).float().eval()
+    model = tiny.auto.from_config(tiny.configuration(**more)).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.3) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)

@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from types import ModuleType
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -107,13 +108,15 @@ def output_of_values(chunks: Chunks) -> tuple[str, ...]:
 
 def fill(asked: Weights | Left, place: str, call: Call) -> None:
     """Read the published folder into the model (`live.fill`)."""
-    from holdfast._frameworks.huggingface import live
-
-    live.fill(asked, place, call)
+    _live().fill(asked, place, call)
 
 
 def export(asked: Weights | Left, out: str, call: Call, **how: Unpack[HowToExport]) -> None:
     """Export a live model as published weights (`live.export`)."""
+    _live().export(asked, out, call, **how)
+
+
+def _live() -> ModuleType:
     from holdfast._frameworks.huggingface import live
 
-    live.export(asked, out, call, **how)
+    return live

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 
 from holdfast._core.format.torch_objects import Allowed
 
@@ -13,7 +14,7 @@ def if_installed() -> tuple[Allowed, ...]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core warns of CUDA extensions that are missing
         try:
-            from holdfast._frameworks.megatron.mcore import safe_types
+            safe_types = _import()
         except ImportError:
             return ()
     return safe_types()
@@ -21,4 +22,10 @@ def if_installed() -> tuple[Allowed, ...]:
 
 def if_imported() -> tuple[Allowed, ...]:
     """Return the enumerations, which its `args` contain; none if the program has not imported it."""
-    return if_installed() if "megatron.core" in sys.modules else ()
+    return _import()() if "megatron.core" in sys.modules else ()
+
+
+def _import() -> Callable[[], tuple[Allowed, ...]]:
+    from holdfast._frameworks.megatron.mcore import safe_types
+
+    return safe_types

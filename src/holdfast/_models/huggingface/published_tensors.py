@@ -82,9 +82,12 @@ def config_of(base: LocalStore) -> dict[str, object]:
 
 
 def view_to_export(base: LocalStore) -> View:
-    """Map a published folder to megatron-core's names and shapes, by its configuration alone."""
-    # inner=False: the configuration of a multimodal model describes more than its language model.
-    return view_of(config_of(base), f"{base.url}/{hf.CONFIG}", inner=False)
+    """Map a published folder to megatron-core's names and shapes, by its configuration; only where the
+    language model is inside of another one, by the names of its tensors."""
+    folder = HuggingFaceFolder.at(base)
+    named = folder.has if folder is not None else None
+    # inner=False: a multimodal model without a table has more weights than the language model's.
+    return view_of(config_of(base), f"{base.url}/{hf.CONFIG}", inner=False, named=named)
 
 
 def plan_export(

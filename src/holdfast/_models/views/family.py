@@ -102,6 +102,7 @@ class View:
     sizes: numbers of its configuration. is_tied: does its output layer share the embedding?
     has: tells whether it has a tensor of this name; None: go by its configuration.
     outer: the table of the model that contains this one; None: there is none, or it has no table.
+    named: without `has`, tells it only to find the language model inside of another one.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class View:
         is_tied: bool = False,
         has: Callable[[str], bool] | None = None,
         outer: tables.Table | None = None,
+        named: Callable[[str], bool] | None = None,
     ) -> None:
         self.family, self.sizes = family, _Numbers(sizes)
         self.is_tied, self._has = is_tied, has
@@ -118,15 +120,20 @@ class View:
         self._outside = (outer and outer.outside) or inner.outside
         self._unchanged = (outer or inner).unchanged
         self._further = (outer and outer.further) or inner.further
-        self._inside = _inside((outer and outer.inside) or inner.inside, has)
+        self._named = has or named or (lambda name: False)
+        self._inside = _inside((outer and outer.inside) or inner.inside, self._named)
 
     def find(self, name: str) -> Found | None:
         """Return the entry of one of our names (`Family.find`), also if the model is part of another one."""
-        found = self.family.find(_replaced(name, self._outside))
-        published = _replaced(name, self._unchanged)
-        if found is None and name.startswith(tuple(self._unchanged)):
-            entry = TableEntry(name, re.compile(re.escape(name)), (), Rule("same", (published,)), "", True)
-            found = entry, {}, []
+        inner = _replaced(name, self._outside)
+        found = self.family.find(inner)
+        if found is None:
+            is_part = name.startswith(tuple(self._unchanged))
+            published = _replaced(name, self._unchanged) if is_part else self._place(inner)
+            # Also a published name of the language model, which begins in another way here.
+            if is_part or (published != name and self._named(published)):
+                rule = Rule("same", (published,))
+                return TableEntry(name, re.compile(re.escape(name)), (), rule, "", True), {}, []
         return found
 
     def knows(self, name: str) -> bool:
@@ -208,9 +215,9 @@ class View:
         return not self._has(name) and (self.is_tied if rule.if_tied else self._has(other))
 
 
-def _inside(places: Sequence[Mapping[str, str]], has: Callable[[str], bool] | None) -> Mapping[str, str]:
+def _inside(places: Sequence[Mapping[str, str]], has: Callable[[str], bool]) -> Mapping[str, str]:
     """Return what beginnings of published names become where the language model is inside of another one."""
-    if has is None or has(EMBEDDING):
+    if has(EMBEDDING):
         return {}
     return next((one for one in places if has(_replaced(EMBEDDING, one))), {})
 
@@ -272,13 +279,18 @@ def sizes_of(config: Mapping[str, object], where: str) -> dict[str, int]:
 
 
 def view_of(
-    config: Mapping[str, object], where: str, has: Callable[[str], bool] | None = None, inner: bool = True
+    config: Mapping[str, object],
+    where: str,
+    has: Callable[[str], bool] | None = None,
+    inner: bool = True,
+    named: Callable[[str], bool] | None = None,
 ) -> View:
     """Make the view of a published model from its `config.json`. BadInput if its family is not known.
 
     where: the file, for errors. has: tells whether the model has a tensor of this name; None: go by the
         configuration.
-    inner: for a multimodal model, take the language model inside.
+    inner: for a multimodal model without a table, take the language model inside.
+    named: as in `View`.
     """
     tied, outer = is_tied(config), tables.by_model_type().get(str(config.get("model_type")))
     outer = outer if outer is not None and outer.contains else None
@@ -288,7 +300,7 @@ def view_of(
         raise BadInput(
             f"{where} does not say which model_type it is of.", hint="Give the folder of a published model."
         )
-    return View(family_of(kind), sizes_of(config, where), tied, has, outer)
+    return View(family_of(kind), sizes_of(config, where), tied, has, outer, named)
 
 
 def language_model(config: Mapping[str, object]) -> Mapping[str, object]:

@@ -85,6 +85,11 @@ def same(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     return [Segment(whole(shape), names[0], (0,) * len(shape), tuple(range(len(shape))), shape)]
 
 
+def joined(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `same`, of a gate above its up projection."""
+    return same(names, shape, sizes)
+
+
 def concat(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """Equal parts, one below the other: gate and up."""
     rows = _share(shape[0], len(names), names)
@@ -102,6 +107,23 @@ def grouped(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
             segments.append(_rows(name, shape, (first, many), group * many, groups * many))
             first += many
     return segments
+
+
+def grouped_joined(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `grouped`, of one tensor: all queries above all keys, these above all values."""
+    heads, groups = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    row = _share(shape[0], heads + 2 * groups, names)
+    above = {"queries": 0, "keys": heads * row, "values": (heads + groups) * row}
+    return [
+        _rows(
+            names[0],
+            shape,
+            (part.box.offset[0], part.box.shape[0]),
+            above[part.name] + part.start[0],
+            shape[0],
+        )
+        for part in grouped([*above], shape, sizes)
+    ]
 
 
 def gated(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
@@ -146,6 +168,11 @@ def of_experts(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]
     return [Segment(whole(shape), names[0], (sizes["expert"], *(0,) * len(shape)), axes, published)]
 
 
+def of_experts_joined(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `of_experts`, of a gate above its up projection."""
+    return of_experts(names, shape, sizes)
+
+
 def of_experts_turned(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """As `of_experts`, with inputs along rows."""
     published = (sizes["num_experts"], shape[1], shape[0])
@@ -177,7 +204,7 @@ def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
     if way in ("concat", "grouped", "gated"):
         return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
     # With too few axes, the result has too few as well, and `View.segments` refuses it.
-    if way == "of_experts":
+    if way in ("of_experts", "of_experts_joined"):
         return first[1:]
     if way == "of_experts_turned":
         return (*first[2:], *first[1:2])
@@ -307,5 +334,8 @@ def _share(rows: int, parts: int, names: Sequence[str]) -> int:
     return rows // parts
 
 
-_PLAIN = (same, concat, grouped, gated, padded, lowered, of_experts, of_experts_turned, of_experts_mixed)
+_PLAIN = (
+    *(same, joined, concat, grouped, grouped_joined, gated, padded, lowered),
+    *(of_experts, of_experts_joined, of_experts_turned, of_experts_mixed),
+)
 WAYS: dict[str, Way] = {way.__name__: way for way in _PLAIN} | {name: _of_heads(name) for name in _HEADS}
