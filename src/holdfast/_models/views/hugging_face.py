@@ -203,6 +203,26 @@ class HuggingFaceFolder(PublishedModel):
             lines.append(f"{file} {self._sizes[file]} {hex_digest(digest(header.raw))}")
         return hex_digest(digest("\n".join(lines).encode()))
 
+    def unnamed(self) -> list[str]:
+        """Return the published weights that the model's table does not name; none without a table, or if the
+        weights are in a quantized form that Holdfast does not read.
+
+        Of a model that contains a known language model and has no table itself, only names of that count.
+        """
+        quantized = self.config.get("quantization_config")
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        view = self.view_if_known
+        if view is None or method not in _READ_METHODS:
+            return []
+        inner = view.outer is None and language_model(self.config) is not self.config
+        return [
+            name
+            for name in self._names
+            if self.is_weight(name)
+            and not view.names(name)
+            and (not inner or view.is_of_language_model(name))
+        ]
+
     def place(self, name: str) -> hf.Place | None:
         return self._place(name) if name in self._files else None
 

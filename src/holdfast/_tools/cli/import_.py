@@ -14,8 +14,11 @@ from holdfast._tools.cli import output
 @click.argument("out", type=click.Path())
 @click.option("--step", type=click.IntRange(min=0), help="The step to note in the new checkpoint.")
 @click.option("--fingerprint", is_flag=True, help="Note fingerprints, by which `holdfast same` compares.")
+@click.option("--unnamed", is_flag=True, help="hf: import weights that the model's table does not name, too.")
 @output.as_json
-def command(kind: str, source: str, out: str, step: int | None, fingerprint: bool, as_json: bool) -> None:
+def command(
+    kind: str, source: str, out: str, step: int | None, fingerprint: bool, unnamed: bool, as_json: bool
+) -> None:
     """Convert checkpoints of torch DCP, megatron-core and DeepSpeed, and models of Hugging Face.
 
     torch_dist: SOURCE is the folder that has its .metadata. Its CRCs are checked.
@@ -29,6 +32,8 @@ def command(kind: str, source: str, out: str, step: int | None, fingerprint: boo
     OUT must not exist, or be empty. After an interruption the same command starts again. One process, a part
     of a tensor in memory at a time. Nothing in SOURCE is executed.
     """
+    if unnamed and kind != "hf":
+        raise click.UsageError("--unnamed is for hf.")
     # Imported here, because they import torch, and `--help` must not.
     from holdfast._core.base.options import Options
     from holdfast._core.protocol.job import Job
@@ -39,7 +44,7 @@ def command(kind: str, source: str, out: str, step: int | None, fingerprint: boo
     with output.progress(f"import {source}") as advance:
         if kind == "hf":
             job = Job(options=Options(fingerprint=fingerprint), no_dist=True, timeout=7 * 86400.0)
-            report = import_huggingface(source, out, step=step, progress=advance, job=job)
+            report = import_huggingface(source, out, step=step, strict=not unnamed, progress=advance, job=job)
         else:
             convert = import_zero if kind == "zero" else import_torch_dist
             report = convert(source, out, step=step, fingerprint=fingerprint, progress=advance)
