@@ -11,7 +11,10 @@ QUICK := tests/layout tests/format tests/plan tests/store tests/state tests/savi
 	tests/protocol/test_protocol.py tests/protocol/test_liveness.py tests/test_public.py
 BENCHES := planning growth per_tensor small_save save_load megatron async_save unchanged defaults groups fsdp huggingface standing watch
 
-.PHONY: demo drill strangers check test lint docs dist bench soak matrix clean
+# What `make coverage` measures; `make coverage COVERED=tests` measures the suite, with all ranks that end by themselves.
+COVERED ?= $(QUICK)
+
+.PHONY: demo drill strangers check test coverage lint changelog docs dist bench soak matrix clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -52,14 +55,25 @@ check: lint  ## for the one who edits: lint, and the tests of the packages that 
 
 test: $(VENV)/.ready  ## the suite
 	$(BIN)/python -m compileall -q src tests drill  # or hundreds of processes compile what they import, where no .pyc are written
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not gpu" \
+		--durations 30 --durations-min 1
 
-lint: $(VENV)/.ready  ## style, types, direction of imports, and that all that is public has a type
+coverage: $(VENV)/.ready  ## the share of the source's lines that the tests of `make check` run
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile -m "not soak and not gpu" $(COVERED)
+	$(BIN)/python -m coverage combine -q
+	@echo "coverage: $$($(BIN)/python -m coverage report --format=total) % of the lines of src/holdfast, by $(COVERED)"
+
+lint: $(VENV)/.ready  ## style, types, direction of imports, that all that is public has a type, names of files in changes/
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/towncrier build --draft --version next >$(VENV)/changes.txt
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/basedpyright --verifytypes holdfast --ignoreexternal >$(VENV)/types.txt || { cat $(VENV)/types.txt; exit 1; }
+
+changelog: $(VENV)/.ready  ## a step of a release: what changes/ says, under the version, at the head of CHANGELOG.md
+	$(BIN)/towncrier build --yes --version $$($(BIN)/python -c "import holdfast; print(holdfast.__version__)")
 
 docs: $(VENV)/.docs  ## the pages as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
@@ -68,7 +82,7 @@ dist: $(VENV)/.ready  ## a wheel and an sdist, in dist/
 	$(PIP) --group dist
 	$(BIN)/python -m build -q
 
-bench: $(VENV)/.bench  ## the figures in docs/benchmarks.md, peers measured in the same run
+bench: $(VENV)/.bench  ## the figures in docs/benchmarks.md, peers measured in the same run; fails if a page claims more
 	mkdir -p bench/results
 	set -e; for name in $(BENCHES); do $(BIN)/python -m bench.$$name --json bench/results/$$name.json; done
 	$(BIN)/python -m bench.table
@@ -80,4 +94,4 @@ matrix:  ## every supported Python, the oldest and the newest torch and megatron
 	$(PYTHON) tools/matrix.py $(if $(ONLY),--only "$(ONLY)")
 
 clean:
-	rm -rf .venv .venv-* demo-out site dist
+	rm -rf .venv .venv-* .coverage* demo-out site dist

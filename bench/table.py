@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from bench/results/*.json.
+"""Writes docs/benchmarks.md from bench/results/*.json, and fails if the results contradict what a page says.
 
 python -m bench.table [RESULTS_DIR] [--out FILE]
 """
@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench.claims import CLAIMS, Claim
+from bench.claims import CLAIMS, Claim, broken, rows_of
 from bench.machine import Machine
 from bench.rows import Results, Row, number, read_results
 
@@ -64,10 +64,11 @@ def document(results: list[Results]) -> str:
     lines += [
         "## What other pages say",
         "",
-        "Each sentence about speed or memory, and the row it rests on.",
+        "Each sentence about speed or memory, and the row it rests on. `make bench` fails if the ratio of a row is below what the",
+        "words need.",
         "",
-        "| words | page | row: ours and the peer |",
-        "|---|---|---|",
+        "| words | page | row: ours and the peer | ratio | needs |",
+        "|---|---|---|---:|---:|",
     ]
     lines += [claim_line(claim, results) for claim in CLAIMS]
     lines += ["", *BEFORE_AND_AFTER.split("\n")]
@@ -128,24 +129,15 @@ def line(row: Row) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def rows_of(claim: Claim, results: list[Results]) -> list[Row]:
-    """The rows that a claim rests on."""
-    return [
-        row
-        for one in results
-        if one.bench == claim.bench
-        for row in one.rows
-        if row.metric.startswith(claim.row)
-    ]
-
-
 def claim_line(claim: Claim, results: list[Results]) -> str:
+    rows = rows_of(claim, results)
     figures = "; ".join(
-        f"{row.metric}: {number(row.ours)} and {number(row.peer)} {row.unit}".strip()
-        for row in rows_of(claim, results)
+        f"{row.metric}: {number(row.ours)} and {number(row.peer)} {row.unit}".strip() for row in rows
     )
     page = f"[{claim.page}]({'../' if '/' not in claim.page else ''}{Path(claim.page).name})"
-    return f"| {claim.words} | {page} | [{claim.bench}](#{claim.bench}): {figures or 'not measured'} |"
+    ratio = min((row.ratio for row in rows if row.ratio is not None), default=None)
+    cells = f"[{claim.bench}](#{claim.bench}): {figures or 'not measured'} | {number(ratio)} | {number(claim.least)}"
+    return f"| {claim.words} | {page} | {cells} |"
 
 
 def write() -> int:
@@ -159,7 +151,10 @@ def write() -> int:
         return 1
     args.out.write_text(document(results))
     print(f"wrote {args.out}")
-    return 0
+    sentences = list(broken(results))
+    for sentence in sentences:
+        print(f"error: {sentence}", file=sys.stderr)
+    return 1 if sentences else 0
 
 
 if __name__ == "__main__":

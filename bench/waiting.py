@@ -47,7 +47,7 @@ def context(rank: int, world: int, clock: Any) -> Any:
 def drive(steps: Any, clock: Clock, comes: dict[str, float], until: float) -> tuple[int, int]:
     """Run a protocol of one rank; return its requests and its waits. comes: when each key is there."""
     from holdfast._core.protocol.effects import Claim, Do, Get, Look, Pause, Put
-    from holdfast._core.roster.presence import Seen
+    from holdfast._core.roster.lost import Seen
 
     asked = waits = 0
     answer: Any = None

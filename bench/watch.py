@@ -65,17 +65,17 @@ def answer(number: int, late: bool) -> dict[str, Any]:
     import msgspec
 
     from holdfast._watch.answering import Answer
-    from holdfast._watch.evidence import Call, Operation, Rank, Source, Stack
+    from holdfast._watch.evidence import Frame, GroupOperation, Rank, SourceLine, Stack
     from holdfast._watch.own_stacks import stacks_here
 
-    here = Source("roll call")
-    train = Call("train", "train.py", 80 if late else 90)
+    here = SourceLine("roll call")
+    train = Frame("train", "train.py", 80 if late else 90)
     torchs = "torch/distributed/distributed_c10d.py"
-    inner = (Call("plan", "plan.py", 5),) if late else (Call("all_reduce", torchs, 3000),)
+    inner = (Frame("plan", "plan.py", 5),) if late else (Frame("all_reduce", torchs, 3000),)
     outer = stacks_here()[0]
     stack = Stack("MainThread", (*inner, train, *outer.calls), here)
-    later = msgspec.structs.replace(stack, calls=(Call("plan", "plan.py", 9), *stack.calls[1:]))
-    operation = Operation(
+    later = msgspec.structs.replace(stack, calls=(Frame("plan", "plan.py", 9), *stack.calls[1:]))
+    operation = GroupOperation(
         "0:default_pg",
         6 if late else 7,
         "all_reduce",

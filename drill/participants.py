@@ -12,8 +12,8 @@ import holdfast
 from drill.ranks import Answer, ask, attempt, begin, shorten_timeouts, side_of
 from drill.results import Check, Row
 from holdfast._tools.checkpoints.verify import verify
-from tests.frameworks.bridge_jobs import model_of, prepare
 from tests.frameworks.megatron.models import Layout
+from tests.frameworks.megatron_bridge.jobs import model_of, prepare
 
 WORLD, TRAIN, LAYOUT = 6, 4, Layout(tp=2, ep=2)
 IDLE = tuple(range(TRAIN, WORLD))

@@ -11,8 +11,8 @@ import torch
 
 from drill.ranks import Answer, ask, attempt, begin, shorten_timeouts, side_of
 from drill.results import Check, Row
-from tests.frameworks.fsdp import bridge
 from tests.frameworks.megatron.models import Layout
+from tests.frameworks.megatron_fsdp import bridge
 
 WORLD, LAYOUT = 4, Layout(ep=2)
 LIMIT_S = 6.0

@@ -22,7 +22,7 @@ from drill.results import Check, Row
 from tests.frameworks.megatron.cpu import use_cpu
 from tests.frameworks.megatron.jobs import training
 from tests.frameworks.megatron.models import Layout
-from tests.frameworks.verl_jobs import CONTENTS, SMALL, import_verl, manager_of
+from tests.frameworks.verl.jobs import CONTENTS, SMALL, import_verl, manager_of
 
 REPORT = "verl 2238"
 LAYERS = (1, 4, 12)

@@ -3,12 +3,15 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.store.faults import open_below
+from tests.support.durations import slowest_files
 from tests.support.processes import PRELOAD
 
 PRELOAD.append("tests.frameworks.megatron.preload")
@@ -25,7 +28,7 @@ settings.register_profile("holdfast", deadline=None, database=None, derandomize=
 settings.load_profile("holdfast")
 
 LONG = """
-frameworks/test_ray.py
+frameworks/ray/test_ray.py
 roster/test_hosts.py
 promises/test_keys.py
 groups/session/test_session.py
@@ -33,7 +36,7 @@ docs/test_programs.py
 protocol/test_liveness.py
 system/test_conversions.py
 docs/test_recipes.py
-frameworks/test_bridge.py
+frameworks/megatron_bridge/test_bridge.py
 promises/test_strangers.py
 test_late.py
 promises/test_run_owner.py
@@ -44,14 +47,14 @@ system/test_async.py
 watch/test_faults.py
 frameworks/huggingface/test_views.py
 protocol/test_simulation.py
-frameworks/fsdp/test_megatron_fsdp.py
+frameworks/megatron_fsdp/test_megatron_fsdp.py
 system/test_ranks.py
 frameworks/megatron/test_checkpointing.py
 frameworks/megatron/test_fused.py
 test_strangers.py
 groups/lifecycle/test_warm_up.py
 run/test_interrupts.py
-frameworks/test_deepspeed.py
+frameworks/deepspeed/test_deepspeed.py
 saving/test_unchanged.py
 system/test_crash.py
 cli/test_run.py
@@ -68,6 +71,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.option.durations:
+        reports = [one for kind in terminalreporter.stats.values() for one in kind]
+        terminalreporter.write_sep("=", "slowest files")
+        for line in slowest_files(
+            (one for one in reports if isinstance(one, pytest.TestReport)), config.option.durations_min or 0
+        ):
+            terminalreporter.write_line(line)
+
+
 FEW = 256
 """Descriptors that a test process may have open between two tests: many systems allow a process 1024."""
 
@@ -79,5 +92,5 @@ def few_descriptors() -> Iterator[None]:
     yield
     if len(os.listdir("/proc/self/fd")) > FEW:
         gc.collect()
-        left = len(os.listdir("/proc/self/fd"))
-        assert left <= FEW, f"{left} descriptors are open"
+        left = open_below("")
+        assert len(left) <= FEW, Counter(left).most_common(20)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.matrix import is_prerelease
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -42,6 +44,18 @@ def test_the_range_of_megatron_is_what_is_tested() -> None:
     low, high = re.fullmatch(r"megatron-core>=([\d.]+),<0\.(\d+)", asked).groups()  # type: ignore[union-attr]
     assert tested[0] == low
     assert int(tested[-1].split(".")[1]) == int(high) - 1
+
+
+def test_the_next_torch_is_one_that_is_not_released() -> None:
+    versions = {
+        "2.16.0.dev20261127+cpu": True,
+        "2.16.0rc1": True,
+        "2.16.0b2": True,
+        "2.15.0": False,
+        "2.13.0+cpu": False,
+    }
+    assert {version: is_prerelease(version) for version in versions} == versions
+    assert not is_prerelease("2.15.0+abc1"), "which names a build"
 
 
 def run(*command: str | Path, cwd: Path, **more: str) -> str:

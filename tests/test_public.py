@@ -18,7 +18,7 @@ import holdfast
 import holdfast._core.protocol.runner
 import holdfast._core.store.base  # declares one more error
 from holdfast import Options, errors, events
-from holdfast._core.base.deadline import Deadline, StallTimer, check_seconds
+from holdfast._core.base.deadline import Deadline, check_seconds
 from holdfast._core.base.options import read_environment
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankInfo, StorageError, from_message
 from holdfast.testing import ManualClock
@@ -261,31 +261,12 @@ def test_a_deadline_by_a_manual_clock() -> None:
         clock.advance(-1)
 
 
-def test_a_stall_timer_is_reset_by_any_change() -> None:
-    clock = ManualClock()
-    timer = StallTimer(5, clock)
-    for at in range(20):
-        timer.see({"bytes": at})
-        clock.advance(4)
-        assert not timer.stalled()
-    timer.see({"bytes": 19})
-    clock.advance(0.9)
-    assert (timer.stalled(), timer.quiet_for()) == (False, pytest.approx(4.9))
-    clock.advance(0.1)
-    assert timer.stalled()
-    timer.see({"bytes": 0})
-    assert not timer.stalled()
-    assert timer.quiet_for() == 0
-
-
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "5", None, True])
 def test_seconds_are_positive_finite_numbers(value: Any) -> None:
     with pytest.raises(BadInput, match="must be a positive, finite number of seconds, not"):
         check_seconds("timeout", value)
     with pytest.raises(BadInput, match="timeout"):
         Deadline(value)
-    with pytest.raises(BadInput, match="stall_timeout"):
-        StallTimer(value)
     assert check_seconds("timeout", 3) == 3.0
 
 

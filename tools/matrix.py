@@ -1,7 +1,9 @@
-"""Run tests on every supported Python, and with the oldest and the newest torch and megatron-core that are supported.
+"""Run tests on every supported Python, with the oldest and the newest torch and megatron-core that are supported, and with the
+next torch, if the registry has a pre-release of it.
 
 `make matrix` runs all of it, notes the results in tools/tested.json and writes docs/tested.md. `.ci/run` gives `--within`: what would
 take longer is left out, and named. Needs nothing but Python; each environment is a folder `.venv-...` that stays for the next time.
+pip's registries are those of its settings: with torch's own in PIP_EXTRA_INDEX_URL, the next torch is that of the last night.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ LIFE = (
 PORTABLE = (
     "tests/promises", "tests/roster", "tests/store", "tests/protocol", "tests/saving", "tests/background", "tests/test_public.py",
     "tests/test_late.py", "tests/state/test_optimizers.py", "tests/state/test_nothing.py", "tests/state/test_meta.py",
-    "tests/state/test_tensors.py", "tests/state/test_flatten.py", "tests/frameworks/test_dcp_marker.py",
-    "tests/frameworks/test_dcp_arguments.py", "tests/system/test_ranks.py", "tests/system/test_content.py",
+    "tests/state/test_tensors.py", "tests/state/test_flatten.py", "tests/frameworks/torch_dcp/test_marker.py",
+    "tests/frameworks/torch_dcp/test_arguments.py", "tests/system/test_ranks.py", "tests/system/test_content.py",
 )  # fmt: skip
 """What needs no newer torch."""
 FRAMEWORKS = ("tests/frameworks", "tests/groups/lifecycle", "tests/promises")
@@ -49,7 +51,7 @@ class Environment:
     minutes: float
     """About how long it takes on two cores, installation included."""
     torch: str = ""
-    """`oldest` or `newest`: that torch, without frameworks. Otherwise all that `make test` installs."""
+    """`oldest`, `newest`, or `next` (a pre-release): that torch, without frameworks. Otherwise all that `make test` installs."""
     megatron: str = "oldest"
 
     @property
@@ -93,6 +95,7 @@ def environments(newest: str) -> list[Environment]:
         Environment("all that needs no newer torch: oldest torch", "3.11", PORTABLE, 12, torch="oldest"),
         Environment("all that needs no newer torch: newest torch", newest, PORTABLE, 12, torch="newest"),
         Environment("frameworks: newest megatron-core", "3.12", FRAMEWORKS, 30, megatron="newest"),
+        Environment("the next torch: its newest pre-release", newest, PORTABLE, 12, torch="next"),
     ]
 
 
@@ -114,6 +117,18 @@ def newest() -> str:
     return next(version for version in reversed(PYTHONS) if find(version))
 
 
+def newest_torch(python: str) -> str:
+    """Return the newest version of torch that the registry has, pre-releases included; "" if it does not answer."""
+    command = [python, "-m", "pip", "index", "versions", "torch", "--pre", "--disable-pip-version-check"]
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    found = re.search(r"^Available versions: ([^,\s]+)", said, re.MULTILINE)  # the newest is the first
+    return found[1] if found else ""
+
+
+def is_prerelease(version: str) -> bool:
+    return re.match(r"[\d.]+\d(a|b|rc|\.dev)\d", version) is not None
+
+
 def install(one: Environment, python: str) -> bool:
     """Make an environment, if it is not there; return whether it could be made."""
     ready = ROOT / one.venv / ".ready"
@@ -129,13 +144,16 @@ def install(one: Environment, python: str) -> bool:
     commands = [
         ["make", f"VENV={one.venv}", f"PYTHON={python}", f"MEGATRON={one.megatron}", f"{one.venv}/.ready"]
     ]
-    if one.torch and ready.exists():
+    if one.torch and one.torch != "next" and ready.exists():
         commands = []
     elif one.torch:
+        chosen = ["--group", f"torch-{one.torch}"]
+        if one.torch == "next":
+            chosen = ["--pre", f"torch=={newest_torch(python)}"]
         commands = [
             [python, "-m", "venv", one.venv],
             [*pip, "pip>=25.1"],
-            [*pip, "--group", f"torch-{one.torch}", "-e", ".", "--group", "test"],
+            [*pip, *chosen, "-e", ".", "--group", "test"],
         ]
     if any(subprocess.run(command, cwd=ROOT).returncode for command in commands):
         return False
@@ -151,7 +169,7 @@ def run(one: Environment, limit: float | None) -> Result | None:
     code += f"print(json.dumps([platform.python_version(), *(has.get(name, 'none') for name in {names})]))"
     versions = json.loads(subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
     report.unlink(missing_ok=True)
-    command = [python, "-m", "pytest", "-n", os.environ.get("WORKERS", "3"), "--dist", "loadfile"]
+    command = [python, "-m", "pytest", "-n", os.environ.get("WORKERS", "4"), "--dist", "loadfile"]
     command += ["--no-loadscope-reorder", "--max-worker-restart", "0", "-m", "not soak and not gpu"]
     began = time.monotonic()
     try:
@@ -241,6 +259,11 @@ def main() -> int:
             said = f"no Python {one.python} was found"
         elif seconds is not None and seconds < takes:
             said = f"it takes about {takes / 60:.0f} minutes, and {max(seconds, 0) / 60:.0f} are left"
+        elif one.torch == "next" and (last := newest_torch(python)) and not is_prerelease(last):
+            print(f"== not run: {one.title}: the registry has none after torch {last}", flush=True)
+            if given.within is None:
+                note(one.title, Result(str(date.today()), ("-", f"none after {last}", "-")), order)
+            continue
         elif not install(one, python):
             said = "it could not be installed"
         else:

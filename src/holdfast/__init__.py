@@ -17,7 +17,7 @@
 Integrations are `holdfast.dcp`, `holdfast.huggingface`, `holdfast.megatron` and `holdfast.megatron_fsdp`.
 Errors are in `holdfast.errors`, event callbacks in `holdfast.events`, interfaces for your own storage and
 message store in `holdfast.interfaces`, and test tools in `holdfast.testing`.
-Importing holdfast imports nothing else until a name is used.
+Importing holdfast imports next to nothing until a name is used.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from holdfast._core.base.collector import collector_paused
+from holdfast._core.io import register_format as _register_format
+
 if TYPE_CHECKING:
     from holdfast._core.background.async_save import async_save
     from holdfast._core.background.pending import Pending
     from holdfast._core.base.options import Options
+    from holdfast._core.io import Opener
     from holdfast._core.layout.grid import Grid
     from holdfast._core.loading.load import load
     from holdfast._core.loading.request import LoadReport
@@ -121,10 +125,18 @@ __all__ = [
 ]
 
 
+def _published_models() -> Opener:
+    # Here: only a folder without a Holdfast checkpoint needs it.
+    from holdfast._models.views.sources import open_published
+
+    return open_published
+
+
+_register_format(_published_models)
+
+
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        from holdfast._core.base.collector import collector_paused
-
         # Imports free nothing; with torch loaded, one garbage collection doubles their time.
         with collector_paused():
             value = getattr(import_module(_WHERE[name]), name)

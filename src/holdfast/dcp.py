@@ -7,8 +7,8 @@ Holdfast folders.
 
 from typing import TYPE_CHECKING, Any
 
-from holdfast._frameworks.dcp import async_save, load, load_state_dict, save, save_state_dict
-from holdfast._frameworks.dcp_reader import HoldfastReader, readable_by_torch
+from holdfast._frameworks.torch_dcp.calls import async_save, load, load_state_dict, save, save_state_dict
+from holdfast._frameworks.torch_dcp.reader import HoldfastReader, readable_by_torch
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse

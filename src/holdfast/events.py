@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from holdfast._core.base.options import read_place
+from holdfast._core.process.recording import Recorder
 
 _log = logging.getLogger("holdfast")
 
@@ -99,8 +100,6 @@ def record(folder: str | os.PathLike[str]) -> Callable[[], None]:
     `folder/events/rank-3.jsonl` holds the newest events, 2 MiB at most. A background thread writes
     them about once a second, so storage that hangs does not block training.
     """
-    from holdfast._core.process.recording import Recorder
-
     recorder = Recorder(os.path.abspath(folder), *_place())
     unsubscribe = subscribe(
         lambda event: recorder.note(event.name, event.at, event.step, event.path, event.fields)

@@ -7,7 +7,7 @@ collective.
 in place of megatron-core's functions, in the code that prepares an `fsdp_dtensor` state dict.
 """
 
-from holdfast._frameworks.megatron_fsdp import (
+from holdfast._frameworks.megatron_fsdp.uneven import (
     fill_missing_states,
     handle_gdn_in_state_dict,
     handle_swiglu_in_state_dict,

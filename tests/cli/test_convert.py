@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 from tests.cli.conftest import Run
-from tests.frameworks.test_torch_dist import empty, same, state
+from tests.frameworks.torch_dcp.test_torch_dist import empty, same, state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
 

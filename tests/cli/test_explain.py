@@ -17,10 +17,10 @@ from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.raw_read import read_box
 from holdfast._core.layout.box import Box
-from holdfast._core.plan.explain import needed
 from holdfast._core.plan.read import touched_blocks
 from holdfast._core.store.local import LocalStore
 from holdfast._tools.checkpoints.explain import explain, parse_box
+from holdfast._tools.checkpoints.needed import needed
 from holdfast.errors import MissingTensors
 from tests.cli.conftest import WIDE, Run
 

@@ -70,10 +70,8 @@ def tensors_of(layers: int = LAYERS) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-@pytest.fixture
-def published(tmp_path: Path) -> Path:
-    """A folder of two files."""
-    folder = tmp_path / "model"
+def make_published(folder: Path) -> None:
+    """A published model of two files."""
     folder.mkdir()
     tensors = tensors_of()
     names = sorted(tensors)
@@ -84,7 +82,12 @@ def published(tmp_path: Path) -> Path:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "tokenizer.json").write_text("{}")
-    return folder
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    make_published(tmp_path / "model")
+    return tmp_path / "model"
 
 
 def test_one_rank_of_one_needs_all(published: Path, run_json: Any) -> None:

@@ -88,7 +88,7 @@ finally:
 """
 NEVER = {"torch", "rich", "numpy.ma", "holdfast._core.format.pickle_reader", "holdfast._models.views"}
 """What none of these commands needs."""
-DATA = {"holdfast._core.io.file_reader", "holdfast._core.format.objects"}
+DATA = {"holdfast._core.io.file_reader", "holdfast._core.format.plain_objects"}
 """What is needed to read an object."""
 
 

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._core.loading.job import LoadJob
+from holdfast._core.loading.request import LoadRequest
 from tests.docs.pages import ROOT, text
 from tests.support.processes import ProcessWorld
-from tests.support.routes import trace
+from tests.support.routes import handed, trace
 
 PAGE = "docs/architecture.md"
 SOURCE = ROOT / "src" / "holdfast"
@@ -70,6 +72,19 @@ def test_the_routes_are_those_of_traced_calls(tmp_path: Path) -> None:
         assert world.run(megatron_route, str(tmp_path / "megatron")) == [[]]
     assert found.pop("another")
     assert found == {"save": [], "load": [], "async_save": []}
+
+
+def handed_jobs(rank: int, folder: str) -> list[set[str]]:
+    holdfast.save(state(), folder)
+    return [handed(lambda: holdfast.load(state(), folder), kind) for kind in (LoadJob, LoadRequest)]
+
+
+def test_a_load_hands_its_job_to_the_protocol_alone(tmp_path: Path) -> None:
+    """Other functions get the values that they need."""
+    with ProcessWorld(1) as world:
+        ((jobs, requests),) = world.run(handed_jobs, str(tmp_path / "c"))
+    assert jobs == {"_core.protocol.core.load_steps"}
+    assert "_core.loading.plan.plan_load" in requests
 
 
 def screen() -> str:

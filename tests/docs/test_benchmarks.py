@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 
 from bench import before_after, peers
 from bench.before_after import Sides, compare
-from bench.claims import CLAIMS, Claim
+from bench.claims import CLAIMS, Claim, broken, rows_of
 from bench.machine import file_system
 from bench.rows import Results, read_results
-from bench.table import ORDER, document, rows_of
+from bench.table import ORDER, document
 from tests.docs.pages import ROOT, text
 
 
@@ -33,6 +34,26 @@ def test_what_pages_say_about_speed_was_measured(claim: Claim, results: list[Res
     assert claim.words in re.sub(r"\s+", " ", text(claim.page))
     assert all(row.ours is not None for row in rows_of(claim, results))
     assert rows_of(claim, results)
+
+
+def test_a_claim_that_the_results_contradict_is_named(results: list[Results]) -> None:
+    assert not list(broken(results))
+    claims = [claim for claim in CLAIMS if claim.least is not None]
+    assert len(claims) >= 8
+    for claim in claims:
+        worse = [
+            replace(one, rows=[replace(row, ratio=float(claim.least or 0) * 0.99) for row in one.rows])
+            if one.bench == claim.bench
+            else one
+            for one in results
+        ]
+        said = [
+            sentence for sentence in broken(worse) if f'{claim.page} says "{claim.words}", but' in sentence
+        ]
+        assert any(repr(row.metric) in sentence for row in rows_of(claim, results) for sentence in said)
+        assert all("and the words need" in sentence for sentence in said)
+        without = [one for one in results if one.bench != claim.bench]
+        assert any(f'{claim.words}", but {claim.bench} has no row' in one for one in broken(without))
 
 
 def test_every_benchmark_is_run_by_make_bench_and_shown() -> None:

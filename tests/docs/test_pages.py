@@ -16,7 +16,7 @@ import torch
 
 import holdfast
 from holdfast import errors, huggingface
-from holdfast._frameworks.dcp_arguments import TAKES
+from holdfast._frameworks.torch_dcp.arguments import TAKES
 from holdfast._groups.ending.bound import EXIT_LATE
 from holdfast._groups.session.shutdown import EXIT_STUCK
 from holdfast._tools.cli import COMMANDS, cli

@@ -100,9 +100,12 @@ def blocks(language: str) -> list[tuple[str, str]]:
     ]
 
 
-def test_every_recipe_has_one_line_on_the_page_of_users() -> None:
+def test_every_recipe_is_found_on_the_page_of_users() -> None:
+    """By a line of its own, or, of a framework, by the line for all pages that have a framework's name."""
     found = re.findall(r"\]\(recipes/([\w-]+)\.md\)", text("docs/users.md"))
-    assert sorted(found) == [page.stem for page in RECIPES]
+    assert sorted({*found}) == sorted(found)
+    assert {*WITHOUT} <= {*found} <= {page.stem for page in RECIPES}
+    assert "](recipes) | `holdfast.install()` | `recipes/<name>.md` |" in text("docs/users.md")
 
 
 def test_there_is_a_recipe_for_every_framework() -> None:

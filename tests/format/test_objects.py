@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._core.format import objects
+from holdfast._core.format import objects, plain_objects
 from holdfast.errors import BadInput, CorruptCheckpoint, LoadFailed
 
 
@@ -66,7 +66,7 @@ values = st.recursive(
 @given(values)
 def test_plain_values_round_trip_without_torch(value: Any) -> None:
     data = objects.encode(value, "it")
-    assert data[:1] == objects.PLAIN
+    assert data[:1] == plain_objects.PLAIN
     assert same(objects.decode(data, "it"), value)
     json.loads(data[1:].decode("ascii"), parse_constant=pytest.fail)  # JSON that any program reads
 
@@ -234,7 +234,7 @@ def test_a_hostile_pickle_does_not_execute(kind: str, tmp_path: Path) -> None:
         assert mark.exists() or kind != "eval"
         mark.unlink(missing_ok=True)
     with pytest.raises((CorruptCheckpoint, LoadFailed), match=r"'it' was not loaded"):
-        objects.decode(objects.TORCH + payload, "it")
+        objects.decode(plain_objects.TORCH + payload, "it")
     assert not mark.exists()
 
 
@@ -274,7 +274,7 @@ def test_a_type_that_only_the_saver_allowed_is_named_and_is_no_damage() -> None:
 def test_damaged_bytes_are_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptCheckpoint, match="'it'"):
         objects.decode(data, "it")
-    assert objects.preview(data)
+    assert plain_objects.preview(data)
 
 
 def test_every_truncation_of_a_torch_object_is_corrupt() -> None:
@@ -285,7 +285,7 @@ def test_every_truncation_of_a_torch_object_is_corrupt() -> None:
 
 
 def test_preview_is_one_short_line() -> None:
-    assert objects.preview(objects.encode({"step": 3}, "")) == "{'step': 3}"
-    assert len(objects.preview(objects.encode(list(range(1000)), ""))) == 60
-    assert "weights-only" in objects.preview(objects.encode(torch.zeros(2), ""))
-    assert objects.preview(b"J{") == "<damaged>"
+    assert plain_objects.preview(objects.encode({"step": 3}, "")) == "{'step': 3}"
+    assert len(plain_objects.preview(objects.encode(list(range(1000)), ""))) == 60
+    assert "weights-only" in plain_objects.preview(objects.encode(torch.zeros(2), ""))
+    assert plain_objects.preview(b"J{") == "<damaged>"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from holdfast._core.format.pickle_reader import BadPickle, PickleReader
 from holdfast._core.format.torch_dist import read_metadata
 from holdfast.errors import CorruptCheckpoint
-from tests.frameworks.test_torch_dist import state
+from tests.frameworks.torch_dcp.test_torch_dist import state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
 

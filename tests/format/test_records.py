@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast._core.format import objects
+from holdfast._core.format import objects, plain_objects
 from holdfast.errors import BadInput, CorruptCheckpoint, LoadFailed
 
 CALLED: list[str] = []
@@ -76,7 +76,7 @@ class Changing:
 
 def plain(value: object) -> bytes:
     data = objects.encode(value, "it")
-    assert data[:1] == objects.PLAIN
+    assert data[:1] == plain_objects.PLAIN
     json.loads(data[1:])
     return data
 
@@ -107,8 +107,8 @@ def test_a_buffer_comes_back_with_its_position() -> None:
     buffer.seek(2)
     found: Any = objects.decode(plain(buffer), "it")
     assert (found.getvalue(), found.tell()) == (b"abc", 2)
-    assert objects.preview(plain(buffer)) == "BytesIO(content=b'abc', position=2)"
-    assert objects.without_classes(plain(buffer)) == objects.without_classes(plain(buffer))
+    assert plain_objects.preview(plain(buffer)) == "BytesIO(content=b'abc', position=2)"
+    assert plain_objects.without_classes(plain(buffer)) == plain_objects.without_classes(plain(buffer))
 
 
 RECORDS = [Color.BLUE, Level.LOW, Bits.B, Pair(1, [2]), Old((1,), {"x": 2}), Small(3)]
@@ -125,7 +125,7 @@ def test_records_come_back_if_the_state_has_their_class(value: Any) -> None:
         LoadFailed, match=r"neither the state .* nor this process allows: tests\.format\.test_records"
     ):
         objects.decode(data, "it")
-    assert type(value).__name__ in objects.preview(data, 999)
+    assert type(value).__name__ in plain_objects.preview(data, 999)
 
 
 def test_nothing_of_a_class_is_called() -> None:
@@ -136,7 +136,7 @@ def test_nothing_of_a_class_is_called() -> None:
     assert objects.decode(data, "it", like) == value
     assert not CALLED
     assert (
-        objects.preview(data, 999)
+        plain_objects.preview(data, 999)
         == "Config(name='a', colors=[Color.RED], pair=Pair(left=1, right=Small(x=2)))"
     )
 
@@ -177,7 +177,7 @@ def test_forged_and_changed_records_are_refused(
     text: str, like: Any, error: type[Exception], words: str
 ) -> None:
     name = f"{type(like).__module__}.{type(like).__qualname__}"
-    data = objects.PLAIN + text.replace('"X"', f'"{name}"').encode()
+    data = plain_objects.PLAIN + text.replace('"X"', f'"{name}"').encode()
     with pytest.raises(error, match=words):
         objects.decode(data, "it", like)
 
@@ -189,5 +189,5 @@ def test_a_field_that_came_later_has_its_default() -> None:
         y: int = 7
 
     path = f"{Now.__module__}.{Now.__qualname__}"
-    data = objects.PLAIN + json.dumps({"!": "dataclass", "of": path, "v": [["x", 1]]}).encode()
+    data = plain_objects.PLAIN + json.dumps({"!": "dataclass", "of": path, "v": [["x", 1]]}).encode()
     assert objects.decode(data, "it", Now(0)) == Now(1, 7)

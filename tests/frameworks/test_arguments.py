@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from holdfast._frameworks.arguments import by_name, taking_those_of
-from holdfast._frameworks.frameworks import FRAMEWORKS, replacements_of
+from holdfast._frameworks.frameworks import FRAMEWORKS
 from holdfast._frameworks.patching import Replacement
+from holdfast._frameworks.replacing import replacements_of
 from holdfast._frameworks.settings import Settings
 from holdfast.errors import BadInput
 from tests.frameworks.test_frameworks_table import source_of

@@ -5,14 +5,22 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from holdfast._frameworks.frameworks import FRAMEWORKS, TELLING_APART, Framework, replacements_of
+from holdfast._frameworks.framework import Framework
+from holdfast._frameworks.frameworks import FRAMEWORKS
 from holdfast._frameworks.patching import Replacement
+from holdfast._frameworks.replacing import replacements_of
 from holdfast._frameworks.settings import Settings
 
+ROOT = Path(__file__).parents[2]
 NOT_IN = {
     # since megatron-core 0.17, Megatron-Bridge 0.4, before torchtitan 0.3, or where Megatron-FSDP comes as its own package
     "megatron-core": {
@@ -47,6 +55,12 @@ def source_of(distribution: str, module: str) -> Path | None:
     return None
 
 
+def imports(source: Path, name: str) -> bool:
+    """Does a file import a name by `from ... import`?"""
+    tree = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+    return any(isinstance(node, ast.ImportFrom) and name in {one.name for one in node.names} for node in tree)
+
+
 def defines(source: Path, name: str) -> bool:
     """Does a file define a function, or a class with such a method?"""
     body = ast.parse(source.read_text(encoding="utf-8")).body
@@ -77,7 +91,8 @@ def test_every_name_is_one_of_the_package(framework: Framework) -> None:
         if foreign or replacement.adds:
             continue
         source = source_of(framework.distribution, replacement.module)
-        if source is None or not defines(source, replacement.name):
+        found = imports if replacement.imported else defines
+        if source is None or not found(source, replacement.name):
             lacking.add(str(replacement))
         looked += 1
     assert lacking <= NOT_IN.get(framework.name, set())
@@ -88,7 +103,7 @@ def test_every_name_is_one_of_the_package(framework: Framework) -> None:
 def test_every_save_tells_its_calls_apart(framework: Framework) -> None:
     """A guarded save has an argument by which ranks know one call from the next."""
     saves = [place for place in framework.guards if ".save" in place.replace(":", ".") or ":save" in place]
-    told, first = 0, {path.partition(".")[0] for path in TELLING_APART}
+    told, first = 0, {path.partition(".")[0] for path in framework.told_by}
     for place in saves:
         module, _, name = place.partition(":")
         try:
@@ -104,10 +119,14 @@ def test_every_save_tells_its_calls_apart(framework: Framework) -> None:
 
 
 def arguments_of(source: Path, name: str) -> list[str]:
-    """The names of a function's arguments."""
-    last = name.rpartition(".")[2]
-    tree = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
-    found = next(node for node in tree if isinstance(node, ast.FunctionDef) and node.name == last)
+    """The names of a function's arguments; of a method, those of its own class."""
+    owner, _, last = name.rpartition(".")
+    inside: ast.AST = ast.parse(source.read_text(encoding="utf-8"))
+    for part in filter(None, owner.split(".")):
+        inside = next(
+            node for node in ast.walk(inside) if isinstance(node, ast.ClassDef) and node.name == part
+        )
+    found = next(node for node in ast.walk(inside) if isinstance(node, ast.FunctionDef) and node.name == last)
     return [one.arg for one in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
 
 
@@ -119,6 +138,26 @@ def test_published_weights_can_be_left_to_the_frameworks(name: str) -> None:
         return {replacement.part for replacement in replacements_of(framework, settings)}
 
     assert parts(Settings()) - parts(Settings(huggingface=False)) == {"huggingface"}
+
+
+def test_the_versions_called_tested_are_those_that_are_installed_for_the_tests() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    pins = [Requirement(one) for group in groups.values() for one in group]
+    found = set()
+    for framework in FRAMEWORKS:
+        for pin in pins:
+            if framework.tested and canonicalize_name(pin.name) == framework.distribution:
+                assert any(map(pin.specifier.contains, framework.tested)), (framework.name, str(pin))
+                found.add(framework.name)
+    # torchtitan is run by hand: docs/recipes/torchtitan.md
+    assert {framework.name for framework in FRAMEWORKS if framework.tested} - found == {"torchtitan"}
+
+
+def test_descriptions_import_neither_torch_nor_a_framework() -> None:
+    program = "import sys, holdfast._frameworks.frameworks as known; print([name for name in sys.modules "
+    program += "if name == 'torch' or name in known.TRAINING])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_what_a_framework_uses_is_known() -> None:

@@ -225,11 +225,11 @@ class Numbered:
 
 def numbered_job(rank: int, skips: bool) -> list[str]:
     import holdfast
-    from holdfast._frameworks.frameworks import guard_of
+    from holdfast._frameworks.replacing import guard_of
     from holdfast._frameworks.settings import Settings
 
     settings = Settings(holdfast.Job(timeout=20, stall_timeout=1.0))
-    guard = guard_of("tests.frameworks.test_guard:Numbered.save", settings, told_by=int)
+    guard = guard_of("tests.frameworks.test_guard:Numbered.save", settings, told_by=("iteration",))
     save, said = guard.make(Numbered.save), []
     for iteration in (1, 2, 3):
         try:
@@ -401,7 +401,8 @@ def path_of_rank_0(path: str) -> str:
 
 
 def loads_a_path_of_its_own(rank: int) -> list[str]:
-    from holdfast._frameworks.frameworks import FRAMEWORKS, replacements_of
+    from holdfast._frameworks.frameworks import FRAMEWORKS
+    from holdfast._frameworks.replacing import replacements_of
     from holdfast._frameworks.settings import Settings
 
     settings = Settings(job=holdfast.Job(timeout=20))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch.distributed
 import holdfast
 from holdfast._core.protocol.call import find_roster
 from holdfast._core.torch_private import clone_store
+from holdfast._frameworks.patching import Patches, Replacement, rebind, undo
 from holdfast.errors import BadInput
 from tests.frameworks import install_jobs
 from tests.support.processes import ProcessWorld
@@ -103,6 +105,24 @@ def test_a_rank_that_goes_into_new_group_at_once_can_be_asked() -> None:
 def test_after_functions_were_bound_elsewhere() -> None:
     with ProcessWorld(1) as world:
         assert world.run(install_jobs.said_by, install_jobs.LATE)[0].endswith("done\n")
+
+
+def test_what_a_module_has_imported_can_be_replaced_there_alone() -> None:
+    user, ours, stock = types.ModuleType("user_of_dumps"), [1], json.dumps
+    user.dumps = json.dumps  # type: ignore[attr-defined]
+    sys.modules["user_of_dumps"] = user
+    patches = Patches()
+    try:
+        patches.begin(
+            [Replacement(user.__name__, "dumps", "checkpoints", lambda _: lambda: ours, imported=True)]
+        )
+        rebind([patches])
+        assert user.dumps() is ours
+        assert json.dumps is stock
+        undo([patches])
+        assert user.dumps is json.dumps is stock
+    finally:
+        del sys.modules["user_of_dumps"]
 
 
 def test_after_groups_were_made_one_sentence_says_so() -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
-from holdfast._core.format import objects
+from holdfast._core.format import objects, plain_objects
 from holdfast._core.format.columns import Columns
 from holdfast.errors import HoldfastError
 from tests.hostile.checkpoint import forge
@@ -219,7 +219,7 @@ def with_metadata(folder: Path, data: bytes | None = None, size: int | None = No
 def with_object(folder: Path, data: bytes) -> Path:
     """A Holdfast checkpoint that holds these bytes as an object of torch.save."""
     original = objects.encode
-    objects.encode = lambda value, name: objects.TORCH + data
+    objects.encode = lambda value, name: plain_objects.TORCH + data
     try:
         holdfast.save({"w": [1]}, folder, job=holdfast.Job(no_dist=True))
     finally:

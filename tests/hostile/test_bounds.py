@@ -17,7 +17,7 @@ from holdfast._core.format.container import encode_header
 from holdfast._core.format.limits import DATA_HEADER_BYTES
 from holdfast._core.io.file_writer import CHUNKS_PER_FILE, split_files
 from holdfast._core.plan.shard_table import PlannedRows, SavePlan
-from holdfast._frameworks.torch_dist import import_torch_dist
+from holdfast._frameworks.torch_dcp.torch_dist import import_torch_dist
 from holdfast.errors import BadInput, CorruptCheckpoint
 from tests.hostile import forged
 

@@ -22,7 +22,7 @@ import torch
 from click.testing import CliRunner
 
 import holdfast
-from holdfast._core.format import objects
+from holdfast._core.format import objects, plain_objects
 from holdfast._core.format.columns import Columns
 from holdfast._core.format.digest import digest, digest_many
 from holdfast._tools.cli import cli
@@ -410,7 +410,7 @@ def test_keys_that_all_have_one_hash_are_damage(kind: str) -> None:
     data = b"J" + json.dumps({"!": kind, "v": values}).encode()
     with pytest.raises(CorruptCheckpoint, match="keys have one hash"):
         objects.decode(data, "it")
-    assert objects.preview(data) == "<damaged>"
+    assert plain_objects.preview(data) == "<damaged>"
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from holdfast._core.format import objects, torch_dist
+from holdfast._core.format import objects, plain_objects, torch_dist
 from holdfast._core.format.digest import digest
 from holdfast._core.format.index_layout import encode
 from holdfast._core.format.tensor_archive import Chunk, ChunkLocation, locate
 from holdfast.errors import CorruptCheckpoint, HoldfastError, LoadFailed
 from tests.format.indexes import build, everything
-from tests.frameworks.test_torch_dist import state
+from tests.frameworks.torch_dcp.test_torch_dist import state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of what it is given
 
@@ -208,7 +208,7 @@ def test_objects(change: Change) -> None:
     decode = partial(objects.decode, name="it")
     returned, refused = count(
         (
-            partial(decode, objects.TORCH + changed_archive(rng.choice(good), change, rng))
+            partial(decode, plain_objects.TORCH + changed_archive(rng.choice(good), change, rng))
             for _ in range(1000)
         ),
         (LoadFailed,),

@@ -30,6 +30,7 @@ from holdfast._tools.cli import doctor as doctor_command
 from holdfast._tools.recorded.event_log import read_events
 from holdfast._watch import shared_call
 from holdfast.errors import BadInput
+from tests.store.faults import open_below
 from tests.support.waiting import wait_until
 
 NOBODY = 65534
@@ -107,7 +108,7 @@ def test_a_user_who_plants_links_all_the_time_reaches_nothing(monkeypatch: pytes
                 for step in (
                     lambda: shared_call.take_part(path, "job", 1),
                     lambda: shared_call.parts(path),
-                    lambda: shared_call.read_answers(path, [shared_call.Part("job", 1, "p")]),
+                    lambda: shared_call.read_answers(path, [shared_call.JobPart("job", 1, "p")]),
                     lambda: shared_call.waiting_call(str(run), "job"),
                     lambda: shared_call.ask_for_call(str(run), "somebody asks"),
                     lambda: recorder._append(b'{"name":"save.entered","at":1}\n' * 10),
@@ -119,6 +120,7 @@ def test_a_user_who_plants_links_all_the_time_reaches_nothing(monkeypatch: pytes
                     except (OSError, BadInput):
                         failed += 1
                 longest = max(longest, time.monotonic() - began)
+        assert open_below(shared) == [], "an attack must not cost a descriptor"
         assert victim.read_text() == "precious"
         assert os.stat(victim).st_nlink == 1 or Path("/proc/sys/fs/protected_hardlinks").read_text() == "0\n"
         assert os.listdir(own) == ["victim"]

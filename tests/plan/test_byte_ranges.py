@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast._core.layout.box import Box, cut, union
-from holdfast._core.plan.byte_ranges import ByteRange, _joined, runs_of
+from holdfast._models.conversion.byte_ranges import ByteRange, _joined, runs_of
 
 
 @st.composite

@@ -34,7 +34,7 @@ def arguments_in(text: str) -> set[str]:
 
 RAISED_BY: dict[str, list[Callable[..., Any]]] = {
     "_groups/lifecycle/warm_up.py": [holdfast.warm_up],
-    "_frameworks/dcp_arguments.py": [dcp.save, dcp.async_save, dcp.load],
+    "_frameworks/torch_dcp/arguments.py": [dcp.save, dcp.async_save, dcp.load],
     "_models/huggingface/export.py": [huggingface.export],
     "_models/huggingface/published_tensors.py": [huggingface.export],
     "_frameworks/megatron/checkpointing.py": [megatron.load] if megatron else [],
@@ -53,7 +53,7 @@ RAISED_BY: dict[str, list[Callable[..., Any]]] = {
         holdfast.Checkpoints.save,
         *([megatron.Checkpoints.save] if megatron else []),
     ],
-    "_frameworks/dcp.py": [dcp.load],
+    "_frameworks/torch_dcp/calls.py": [dcp.load],
 }
 """Who can raise the hints of a file that name arguments. Where functions differ, the hint is made for each
 (`lenient` in LoadRequest), and the calls below show it."""

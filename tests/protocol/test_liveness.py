@@ -10,7 +10,8 @@ import pytest
 from holdfast._core.base.deadline import Deadline, Limits
 from holdfast._core.protocol.effects import Claim, Context, Late, Look, Put
 from holdfast._core.protocol.liveness import PeerMonitor
-from holdfast._core.roster.presence import Seen, Vitals
+from holdfast._core.roster.lost import Seen
+from holdfast._core.roster.presence import Vitals
 from holdfast._core.roster.process import Identity
 from holdfast.errors import DeadlineExceeded, HoldfastError, IdleRanks, RankFailed
 from tests.support.faults import Faults

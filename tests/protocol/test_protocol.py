@@ -25,8 +25,8 @@ from holdfast._core.protocol.operation import Operation
 from holdfast._core.protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Transitions
 from holdfast._core.protocol.runner import GRACE, Cancel, _Ended, _wait, perform
 from holdfast._core.roster.beacon import Presence
+from holdfast._core.roster.lost import Seen
 from holdfast._core.roster.memory import Board, MemoryRoster
-from holdfast._core.roster.presence import Seen
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankFailed, RosterLost, StorageError
 from tests.support.faults import Faults
 from tests.support.simulate import SimulatedClock, World

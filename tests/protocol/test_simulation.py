@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -21,8 +20,8 @@ from holdfast._core.protocol.liveness import PeerMonitor
 from holdfast._core.protocol.messages import abandoned_by
 from holdfast._core.protocol.rendezvous import History, _Open, _shared
 from holdfast._core.roster.links import Path
-from holdfast._core.roster.neighbours import Neighbour
-from holdfast._core.roster.presence import Gone, Seen, Vitals
+from holdfast._core.roster.lost import Gone, Seen, Signs
+from holdfast._core.roster.presence import Vitals
 from holdfast.errors import HoldfastError, RankInfo
 from tests.support import simulate as simulate_module
 from tests.support.faults import Faults
@@ -150,12 +149,6 @@ def optimistic_final(context: Context, job: Any) -> Steps:
 def pessimistic_doubt(context: Context, cause: HoldfastError) -> Steps:
     """Calls what it can't know a failure."""
     return HoldfastError(f"{context.title} failed: {cause.message}")
-    yield
-
-
-def endless_patience(self: Any, ranks: list[int], what: str) -> Iterator[Any]:
-    """Looks at nobody and at no deadline."""
-    return
     yield
 
 
@@ -291,10 +284,9 @@ def test_a_network_without_harm_is_looked_at_often() -> None:
     assert len(harmless) > 15
 
 
-def look_at_the_path_alone(self: Neighbour, vitals: Any, lost_after: float, pace: float = 1.0) -> str:
+def look_at_the_path_alone(self: Signs, path: Path | None, vitals: Any, *how: float) -> str:
     """Takes a refused port for the end of a process, whatever the message store hears of it."""
-    self.is_there = self.link is not None and self.link.look() is Path.OPEN
-    path = self.link.look() if self.link is not None else Path.UNKNOWN
+    self.is_there = path is Path.OPEN
     self.beat = vitals.beat if vitals is not None else self.beat
     return "its process has ended" if path in (Path.ENDED, Path.REFUSED) else ""
 
@@ -305,7 +297,7 @@ def is_of_for_good(self: Gone, vitals: Vitals) -> bool:
 
 
 def test_a_refusal_that_is_taken_for_an_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Neighbour, "look", look_at_the_path_alone)
+    monkeypatch.setattr(Signs, "look", look_at_the_path_alone)
     refused = Faults(refused={1: (5.0, 30.0)}, late_call={(1, 1): 20.0})
     on_hosts(1, refused, calls=2, expected="8")
 

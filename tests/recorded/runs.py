@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast._core.process.recording import BEGUN, EVENTS, Line
-from holdfast._watch.evidence import Call, Operation, Rank, Source, Stack
+from holdfast._core.process.recording import BEGUN, EVENTS, EventLine
+from holdfast._watch.evidence import Frame, GroupOperation, Rank, SourceLine, Stack
 from holdfast._watch.read import ROLL_CALLS
 
 HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=document.title="owned">\x1b[31m'
@@ -33,11 +33,11 @@ def simulated(folder: Path, world: int = 1000, saves: int = 20) -> Path:
 
 def lines(rank: int, world: int, saves: int) -> Any:
     """What one rank records."""
-    yield Line(BEGUN, BEGIN, fields={"world": world, "host": f"node{rank // 8:03}", "pid": 4000 + rank})
+    yield EventLine(BEGUN, BEGIN, fields={"world": world, "host": f"node{rank // 8:03}", "pid": 4000 + rank})
     at = BEGIN
     for step in range(100, 100 * saves + 1, 100):
         last = step == 100 * saves
-        yield Line("phase.left", at + 40, fields={"phase": "train", "seconds": 40.0})
+        yield EventLine("phase.left", at + 40, fields={"phase": "train", "seconds": 40.0})
         begun = at = at + 40 + (rank * 7 % 11) / 100
         if last and rank == GONE:
             return
@@ -51,29 +51,29 @@ def lines(rank: int, world: int, saves: int) -> Any:
             *(() if last else (("committed", 0.6 + longest, 4e9),)),
         ):
             fields = {"seconds": at + later - begun, "bytes": moved} if name != "entered" else {}
-            yield Line(f"save.{name}", at + later, step, "run/step", fields)
+            yield EventLine(f"save.{name}", at + later, step, "run/step", fields)
         if last and rank == 0:
             fields = {"ranks": [GONE], "waited": 30.0, "what": "enter the call", "left": 570.0}
-            yield Line("save.late", at + 31, step, "run/step", fields)
+            yield EventLine("save.late", at + 31, step, "run/step", fields)
         at += 0.6 + longest
         if not last:
-            yield Line("phase.left", at + 10, fields={"phase": "eval", "seconds": 10.0})
+            yield EventLine("phase.left", at + 10, fields={"phase": "eval", "seconds": 10.0})
             at += 10
 
 
 def answer(rank: int, world: int) -> Any:
     """What one rank answers: all wait, and one is at work."""
-    here = Source("roll call")
+    here = SourceLine("roll call")
     program = (
-        Call("evaluate", "/job/eval.py", 88),
-        Call("main", "/job/train.py", 40),
-        Call("<module>", "/job/train.py", 51),
+        Frame("evaluate", "/job/eval.py", 88),
+        Frame("main", "/job/train.py", 40),
+        Frame("<module>", "/job/train.py", 51),
     )
-    waits = (Call("all_reduce", "/lib/torch/distributed/distributed_c10d.py", 3000), *program)
-    works = (Call("tokenize", "/job/data.py", 17), Call("evaluate", "/job/eval.py", 80), *program[1:])
+    waits = (Frame("all_reduce", "/lib/torch/distributed/distributed_c10d.py", 3000), *program)
+    works = (Frame("tokenize", "/job/data.py", 17), Frame("evaluate", "/job/eval.py", 80), *program[1:])
     stuck = rank == STUCK
     stack = Stack("MainThread", works if stuck else waits, here)
-    operation = Operation(
+    operation = GroupOperation(
         "0:default_pg", 8 if stuck else 9, "all_reduce", "completed" if stuck else "started", here, (1, 1)
     )
     found = Rank(rank, (operation,), stacks=(stack,), later=(stack,), busy=0.0, phase="eval")

@@ -14,14 +14,14 @@ import holdfast
 from holdfast import events
 from holdfast._core.base.shared_folder import SharedFolder
 from holdfast._core.process import recording as _recording
-from holdfast._core.process.recording import BEGUN, LOST, Line
+from holdfast._core.process.recording import BEGUN, LOST, EventLine
 from holdfast._tools.recorded.event_log import read_events
 from tests.support.waiting import wait_until
 
 ALONE = holdfast.Job(no_dist=True)
 
 
-def lines(run: Path) -> list[Line]:
+def lines(run: Path) -> list[EventLine]:
     logs = read_events(str(run))
     assert logs.skipped == 0
     return logs.ranks.get(0, [])

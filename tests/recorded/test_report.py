@@ -26,11 +26,11 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from holdfast._core.process.recording import EVENTS, Line
+from holdfast._core.process.recording import EVENTS, EventLine
 from holdfast._tools.cli import cli
 from holdfast._tools.recorded import calls
 from holdfast._tools.recorded.live import Looker, State
-from holdfast._tools.recorded.report import Run, facts, page_of
+from holdfast._tools.recorded.report import RecordedRun, facts, page_of
 from holdfast._tools.recorded.trace import write_trace
 from holdfast.errors import BadInput
 from tests.recorded.late_job import LATE, recorded
@@ -105,7 +105,7 @@ def test_watch_tells_of_the_roll_call_and_its_end(real: tuple[Path, list[State]]
 
 
 def test_the_calls_of_the_report_are_those_of_the_job(real: tuple[Path, list[State]]) -> None:
-    found = facts(Run(str(real[0])), time.time())
+    found = facts(RecordedRun(str(real[0])), time.time())
     assert (found["title"], found["ranks"], found["world"], found["skipped"]) == ("run", 8, 8, 0)
     calls = {call["title"]: call for call in found["calls"] if call["title"].startswith(("save", "load"))}
     assert [(title, call["outcome"], call["ranks"]) for title, call in calls.items()] == [
@@ -127,7 +127,7 @@ def test_the_report_names_the_rank_that_is_unlike_the_others(
     real: tuple[Path, list[State]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "NOTABLE", 2.0)  # on a busy machine others are late, too, but not by seconds
-    data = data_of(page_of(Run(str(real[0])), time.time()))
+    data = data_of(page_of(RecordedRun(str(real[0])), time.time()))
     notes = {row["label"]: row["note"] for row in data["timeline"]["rows"]}
     assert list(notes) == [f"rank {rank}" for rank in range(8)]
     assert [label for label, note in notes.items() if note] == ["rank 3"]
@@ -138,7 +138,7 @@ def test_the_report_names_the_rank_that_is_unlike_the_others(
     guilty = [block for block in call["tree"] if block[6]]
     assert {block[2] for block in guilty} == {"rank 3"}
     assert any("compute (" in line for block in guilty for line in block[1])
-    late = next(iter(Run(str(real[0])).called)).evidence.ranks[3]
+    late = next(iter(RecordedRun(str(real[0])).called)).evidence.ranks[3]
     again = next(stack for stack in late.later if stack.thread == late.stacks[0].thread)
     seen = "moves" if again.calls != late.stacks[0].calls else "still there at the second look"
     assert any(block[4].startswith(f"is, {seen}") for block in guilty), guilty
@@ -146,7 +146,7 @@ def test_the_report_names_the_rank_that_is_unlike_the_others(
     assert re.match(r"waits, .*, all_reduce #\d+ of 1:train pending", waiting[4])
 
 
-def spans_of(run: Run) -> dict[tuple[int, int], list[dict[str, Any]]]:
+def spans_of(run: RecordedRun) -> dict[tuple[int, int], list[dict[str, Any]]]:
     file = io.StringIO()
     count = write_trace(run, file)
     trace = json.loads(file.getvalue())
@@ -161,7 +161,7 @@ def spans_of(run: Run) -> dict[tuple[int, int], list[dict[str, Any]]]:
 
 def test_the_trace_has_the_same_times_and_its_spans_nest(real: tuple[Path, list[State]]) -> None:
     """Spans of one track that overlap without nesting are what viewers of the format drop."""
-    run = Run(str(real[0]))
+    run = RecordedRun(str(real[0]))
     tracks = spans_of(run)
     assert {rank for rank, _ in tracks} == set(range(8))
     for spans in tracks.values():
@@ -232,7 +232,7 @@ def test_once_and_without_a_terminal_lines_are_plain(real: tuple[Path, list[Stat
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_eight_ranks(real: tuple[Path, list[State]], tmp_path: Path, scheme: str) -> None:
     with Browser() as browser:
-        browser.show(page_of(Run(str(real[0])), time.time()), tmp_path / "page.html", scheme)
+        browser.show(page_of(RecordedRun(str(real[0])), time.time()), tmp_path / "page.html", scheme)
         text = browser.evaluate("document.body.innerText")
         for piece in (
             "; rank 3 ",
@@ -275,7 +275,7 @@ def test_a_browser_shows_eight_ranks(real: tuple[Path, list[State]], tmp_path: P
 
 def test_a_thousand_ranks_are_a_small_page_made_in_seconds(large: Path) -> None:
     began = time.thread_time()
-    page = page_of(Run(str(large)), time.time())
+    page = page_of(RecordedRun(str(large)), time.time())
     assert time.thread_time() - began < 20
     assert len(page.encode()) < 1_000_000
     data = data_of(page)
@@ -296,14 +296,14 @@ def test_the_time_of_a_report_grows_with_the_ranks_only(tmp_path: Path) -> None:
     seconds = {}
     for world in (100, 400):
         folder = simulated(tmp_path / str(world), world, 10)
-        seconds[world] = cpu_seconds(partial(page_of, Run(str(folder)), time.time()))
+        seconds[world] = cpu_seconds(partial(page_of, RecordedRun(str(folder)), time.time()))
     assert seconds[400] < 12 * seconds[100]
 
 
 @in_browser
 def test_a_browser_shows_a_thousand_ranks_with_few_elements(large: Path, tmp_path: Path) -> None:
     with Browser() as browser:
-        browser.show(page_of(Run(str(large)), time.time()), tmp_path / "page.html")
+        browser.show(page_of(RecordedRun(str(large)), time.time()), tmp_path / "page.html")
         assert browser.evaluate("document.querySelectorAll('*').length") < 1000
         text = browser.evaluate("document.body.innerText")
         assert (
@@ -321,9 +321,9 @@ def hostile(folder: Path) -> Path:
     logs = folder / EVENTS
     logs.mkdir(parents=True)
     good = [
-        Line("save.entered", 10.0, 1, HOSTILE),
-        Line("phase.entered", 10.5, fields={"phase": HOSTILE}),
-        Line("save.raised", 11.0, 1, HOSTILE, {"message": HOSTILE, "seconds": 1.0}),
+        EventLine("save.entered", 10.0, 1, HOSTILE),
+        EventLine("phase.entered", 10.5, fields={"phase": HOSTILE}),
+        EventLine("save.raised", 11.0, 1, HOSTILE, {"message": HOSTILE, "seconds": 1.0}),
     ]
     bad = [
         b'{"name":"save.entered","at":-1}',
@@ -354,7 +354,7 @@ def hostile(folder: Path) -> Path:
 
 def test_hostile_files_are_skipped_and_counted(tmp_path: Path) -> None:
     folder = hostile(tmp_path / "run")
-    run = Run(str(folder))
+    run = RecordedRun(str(folder))
     assert (run.skipped, list(run.ranks)) == (7, [0, 1, 2])
     page = page_of(run, time.time())
     assert len(page) < 100_000
@@ -371,7 +371,7 @@ def test_hostile_files_are_skipped_and_counted(tmp_path: Path) -> None:
 
 @in_browser
 def test_a_browser_shows_hostile_texts_as_texts(tmp_path: Path) -> None:
-    page = page_of(Run(str(hostile(tmp_path / "run"))), time.time())
+    page = page_of(RecordedRun(str(hostile(tmp_path / "run"))), time.time())
     with Browser() as browser:
         browser.show(page, tmp_path / "page.html")
         assert browser.evaluate("document.title") == "run"
@@ -406,11 +406,11 @@ def test_a_page_that_can_not_be_written_is_told(tmp_path: Path) -> None:
 
 def test_a_run_without_events_shows_its_steps(real: tuple[Path, list[State]], tmp_path: Path) -> None:
     shutil.copytree(real[0] / "step-00000001", tmp_path / "run" / "step-00000001")
-    data = data_of(page_of(Run(str(tmp_path / "run")), time.time()))
+    data = data_of(page_of(RecordedRun(str(tmp_path / "run")), time.time()))
     assert "timeline" not in data
     assert [step[0] for step in data["steps"]] == [1]
     with pytest.raises(BadInput, match="has no events, roll calls or steps"):
-        Run(str(tmp_path / "run" / "step-00000001" / "data"))
+        RecordedRun(str(tmp_path / "run" / "step-00000001" / "data"))
 
 
 def test_diagnose_does_not_take_events_for_evidence(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from holdfast._core.protocol.job import Job
 from holdfast._core.roster import neighbours
 from holdfast._core.roster.beacon import beacon_of
 from holdfast._core.roster.links import Path
+from holdfast._core.roster.lost import LONGEST_TURN, MISSED, Gone, see
 from holdfast._core.roster.memory import MemoryRoster
-from holdfast._core.roster.neighbours import LONGEST_TURN, MISSED, Neighbour, Watch
-from holdfast._core.roster.presence import Gone, Vitals, see
+from holdfast._core.roster.neighbours import Neighbour, Watch
+from holdfast._core.roster.presence import Vitals
 from holdfast._core.roster.process import Identity, this_process
 from tests.support.processes import ProcessWorld
 

@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from holdfast._core.base.stacks import where_dumped
 from holdfast._core.roster import process
+from holdfast._core.roster.lost import see
 from holdfast._core.roster.memory import MemoryRoster
-from holdfast._core.roster.presence import Vitals, at_key, see
+from holdfast._core.roster.presence import Vitals, at_key
 from holdfast._core.roster.process import (
     UNSEEN,
     Identity,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._core.format.objects import TORCH
+from holdfast._core.format.plain_objects import TORCH
 from holdfast.errors import BadInput, HoldfastError, MissingTensors
 from tests.run import train_state_jobs as jobs
 from tests.support.processes import ProcessWorld

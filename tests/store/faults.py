@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ class Faults:
         """What is called from now on is well."""
         self.length = 0
 
+    def left_open(self) -> list[str]:
+        return open_below(self._folder)
+
     def _is_below(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
         first = args[1] if name in ("link", "rename", "replace") else args[0] if args else "."
         if named.get("dir_fd") in self._fds or (isinstance(first, int) and first in self._fds):
@@ -73,3 +77,12 @@ class Faults:
             return found
 
         return call
+
+
+def open_below(folder: str | Path) -> list[str]:
+    """Return the files and folders below a folder that this process has open, all of its descriptors if it is ""."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the descriptor of this listing itself
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [path for path in found if path.startswith(os.path.realpath(folder) if folder else "")]

@@ -22,7 +22,7 @@ from holdfast._core.run import choice
 from holdfast._core.store import run_folder
 from holdfast._core.store.local import LocalStore
 from holdfast._core.store.pins import Pin, unpinned
-from holdfast._frameworks.torch_dist import export_torch_dist
+from holdfast._frameworks.torch_dcp.torch_dist import export_torch_dist
 from holdfast._tools.checkpoints.prune import prune
 from holdfast._tools.checkpoints.verify import Verified, VerifiedRun, verify
 from holdfast.errors import HoldfastError

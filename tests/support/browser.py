@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
@@ -130,9 +129,6 @@ class Browser:
         found = self.send("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
-
-    def screenshot(self, to: Path) -> None:
-        to.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
 
     def of(self, method: str) -> list[dict[str, Any]]:
         return [event["params"] for event in self.events if event.get("method") == method]

@@ -16,6 +16,7 @@ import contextlib
 import faulthandler
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -110,7 +111,7 @@ class ProcessWorld:
     def start(self, job: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None) -> None:
         """Begin `job(rank, *args)` on ranks (default all); `job` must be importable."""
         for rank in range(self.size) if ranks is None else ranks:
-            self._pipes[rank].send((job, args))
+            _send(self._pipes[rank], (job, args))
             self._busy.add(rank)
 
     def collect(self, timeout: float, ranks: Iterable[int] | None = None) -> list[Result]:
@@ -138,7 +139,7 @@ class ProcessWorld:
                 missing.discard(rank)
                 self._busy.discard(rank)
                 try:
-                    found.append(self._pipes[rank].recv())
+                    found.append(_receive(self._pipes[rank]))
                 except (EOFError, ConnectionError):
                     self._processes[rank].join(5.0)
                     found.append(Result(rank, died=self._processes[rank].exitcode))
@@ -183,7 +184,7 @@ class ProcessWorld:
                 continue
             self.signal(rank, signal.SIGCONT)
             with contextlib.suppress(OSError, ValueError):
-                pipe.send(None)
+                _send(pipe, None)
         ends = time.monotonic() + 3.0
         for process in self._processes:
             process.join(max(0.0, ends - time.monotonic()))
@@ -204,6 +205,16 @@ class ProcessWorld:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _send(pipe: Connection, message: object) -> None:
+    """Send a copy. `pipe.send` shares the memory of a tensor by a descriptor, which the receiver keeps open as long as
+    the tensor."""
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def _receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
 
 
 @contextlib.contextmanager
@@ -240,13 +251,13 @@ def _serve(
     try:
         store = _connect(rank, port, port_file)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        pipe.send(Result(rank))
+        _send(pipe, Result(rank))
     except BaseException as error:
-        pipe.send(Result(rank, error=error, trace=traceback.format_exc()))
+        _send(pipe, Result(rank, error=error, trace=traceback.format_exc()))
         return
     while True:
         try:
-            order = pipe.recv()
+            order = _receive(pipe)
         except (EOFError, ConnectionError):
             break
         if order is None:
@@ -258,9 +269,9 @@ def _serve(
         except BaseException as error:
             answer = Result(rank, error=error, trace=traceback.format_exc(), seconds=time.monotonic() - begun)
         try:
-            pipe.send(answer)
+            _send(pipe, answer)
         except Exception as error:
-            pipe.send(Result(rank, error=RuntimeError(f"{answer} can't be sent: {error}")))
+            _send(pipe, Result(rank, error=RuntimeError(f"{answer} can't be sent: {error}")))
     sys.stdout.flush()
     os._exit(0)  # peers may be dead: a tidy teardown of the process group could wait for them
 

@@ -56,8 +56,9 @@ from holdfast._core.protocol.messages import Final, abandoned_by, to_message
 from holdfast._core.protocol.phases import TASK_TRANSITIONS, TRANSITIONS
 from holdfast._core.protocol.rendezvous import CallSignature, History, leave, meet
 from holdfast._core.protocol.runner import GRACE, LAST_CALL, SUCCESS, UNSURE
+from holdfast._core.roster.lost import Gone, Seen, judge
 from holdfast._core.roster.neighbours import Watch
-from holdfast._core.roster.presence import Gone, Seen, Vitals, at_key, gone_key, judge
+from holdfast._core.roster.presence import Vitals, at_key, gone_key
 from holdfast._core.roster.process import Identity
 from holdfast.errors import (
     CommitUnconfirmed,

@@ -1,7 +1,7 @@
 """Empty modules in place of what frameworks import and the functions under test need nothing from.
 
-What stands in for what, and why, is listed here and nowhere else. From the frameworks' functions down to
-megatron-core, Ray and torch nothing is replaced.
+What stands in for what, and why, is listed here, or in the tests of one framework (`stand_in`). From the frameworks'
+functions down to megatron-core, Ray and torch nothing is replaced.
 """
 
 from __future__ import annotations
@@ -103,4 +103,9 @@ def stand_in_for(framework: str) -> None:
     if framework == "megatron-bridge":
         with suppress(ImportError):  # Bridge 0.3 does without
             import_module("megatron.training.config")  # it has to find that there is no Transformer Engine
-    sys.meta_path.insert(0, _StandIns(STAND_INS[framework]))
+    stand_in(STAND_INS[framework])
+
+
+def stand_in(names: tuple[str, ...]) -> None:
+    """These modules, and all below them, are empty from now on, in this process."""
+    sys.meta_path.insert(0, _StandIns(names))

@@ -14,7 +14,7 @@ import holdfast
 from holdfast import events
 
 L, E, H, F = 2, 8, 64, 48
-EP, DP = 4, 2
+EP = 4
 
 
 def tensor(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:

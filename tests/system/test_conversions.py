@@ -16,16 +16,16 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import holdfast
 from holdfast import huggingface
 from holdfast._core.saving import cleanup, commit
 from holdfast._core.store import filesystem
-from holdfast._frameworks.torch_dist import export_torch_dist, import_torch_dist
+from holdfast._frameworks.torch_dcp.torch_dist import export_torch_dist, import_torch_dist
 from holdfast._tools.checkpoints.verify import Verified, verify
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
-from tests.cli.test_fetch import CONFIG, tensors_of
+from tests.cli.test_fetch import make_published, tensors_of
 from tests.frameworks.huggingface import jobs
 from tests.frameworks.huggingface.models import TINY, publish
 from tests.store.faults import FOREVER, Faults
@@ -70,19 +70,6 @@ def make_torch_dist(folder: Path) -> None:
 
 def make_holdfast(folder: Path) -> None:
     import_torch_dist(folder.parent / "torch_dist", folder)
-
-
-def make_published(folder: Path) -> None:
-    folder.mkdir()
-    tensors = tensors_of()
-    names = sorted(tensors)
-    files = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
-    for file, some in files.items():
-        save_file({name: tensors[name] for name in some}, folder / file)
-    where = {name: file for file, some in files.items() for name in some}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "tokenizer.json").write_text("{}")
 
 
 def make_megatron(folder: Path) -> None:
@@ -302,12 +289,14 @@ def test_power_cut_at_any_call(case: str, every: int, sources: Path, loop_ext4: 
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Faults:
+def faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Faults]:
     monkeypatch.setattr(filesystem, "PATIENCE", 0.02)
     monkeypatch.setattr(filesystem, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(commit, "LOOK_AGAIN", 0.02)
     monkeypatch.setattr(cleanup, "OTHERS_LEAVE", 0.05)
-    return Faults(monkeypatch, tmp_path / "new")
+    some = Faults(monkeypatch, tmp_path / "new")
+    yield some
+    assert some.left_open() == []
 
 
 @every_call

@@ -12,7 +12,7 @@ import pytest
 import holdfast
 from holdfast._core.protocol.call import find_roster
 from holdfast._core.protocol.job import Job
-from holdfast._core.roster.presence import see
+from holdfast._core.roster.lost import see
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, RankFailed, RosterLost
 from tests.support.processes import ProcessWorld
 from tests.support.waiting import SLACK, ended, wait_until

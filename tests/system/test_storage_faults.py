@@ -124,6 +124,7 @@ class Runner:
         ends = on_ranks(world, lambda roster: save(roster, 2))
         let_sweeps_end()
         self.faults.disarm()
+        assert self.faults.left_open() == [], case
         old = 1 if case.overwrite else None
         there = step_in(place, world)
         allowed = {"saved": {2}, "failed": {old}, "unconfirmed": {old, 2}}

@@ -47,10 +47,10 @@ def recorded(rank: int, folder: str) -> None:
 
 def phase_without_a_collective(rank: int) -> str:
     """Answer a roll call before this process has issued any collective."""
-    from holdfast._watch.own_stacks import Look
+    from holdfast._watch.own_stacks import OwnEvidence
 
     with holdfast.events.phase("setup"):
-        look = Look(rank, [])
+        look = OwnEvidence(rank, [])
     return look.again([], ()).phase
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast._watch.advice import advice
 from holdfast._watch.evidence import Evidence
-from holdfast._watch.looks_like import MOST, Fingerprint, looks_like, table
+from holdfast._watch.looks_like import MOST, KnownCase, looks_like, table
 from holdfast._watch.read import read_all
 from tests.museum.museum import Exhibit, exhibits, write
 from tests.watch.test_logs import read, status, timeout
@@ -34,12 +34,12 @@ def texts() -> dict[str, str]:
     return found
 
 
-def exhibit_of(entry: Fingerprint) -> Exhibit | None:
+def exhibit_of(entry: KnownCase) -> Exhibit | None:
     """The exhibit of the museum that shows the same thread."""
     return next((one for one in exhibits() if one.url == entry.thread), None)
 
 
-def evidence_of(entry: Fingerprint, folder: Path) -> Evidence:
+def evidence_of(entry: KnownCase, folder: Path) -> Evidence:
     exhibit = exhibit_of(entry)
     if entry.title in texts() or exhibit is None:
         return read(folder, texts()[entry.title])
@@ -52,7 +52,7 @@ def said(evidence: Evidence) -> list[str]:
 
 
 @pytest.mark.parametrize("entry", table(), ids=lambda entry: entry.title)
-def test_each_fingerprint_matches_its_text(entry: Fingerprint, tmp_path: Path) -> None:
+def test_each_fingerprint_matches_its_text(entry: KnownCase, tmp_path: Path) -> None:
     found = {one.title: one for one in looks_like(evidence_of(entry, tmp_path))}
     assert entry.title in found
     assert len(found[entry.title].seen) >= entry.needs

@@ -31,8 +31,8 @@ from holdfast._watch.answering import Answering, Asked, summary
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call
-from holdfast._watch.evidence import Call, Operation, Rank, Source, Stack
-from holdfast._watch.own_stacks import Look
+from holdfast._watch.evidence import Frame, GroupOperation, Rank, SourceLine, Stack
+from holdfast._watch.own_stacks import OwnEvidence
 from holdfast._watch.shared_call import ask_for_call
 from tests.support.cpu_time import cpu_seconds
 from tests.support.processes import ProcessWorld
@@ -40,11 +40,11 @@ from tests.support.waiting import wait_until
 
 
 def answer(
-    rank: int, world: int, calls: tuple[Call, ...], pending: bool, later: tuple[Call, ...] = ()
+    rank: int, world: int, calls: tuple[Frame, ...], pending: bool, later: tuple[Frame, ...] = ()
 ) -> Any:
     """What a rank of a simulated world answers."""
-    here = Source("roll call")
-    operation = Operation(
+    here = SourceLine("roll call")
+    operation = GroupOperation(
         "0:default_pg", 7 if pending else 6, "all_reduce", "started" if pending else "completed", here, (1, 1)
     )
     stacks = (Stack("MainThread", calls, here),)
@@ -59,10 +59,10 @@ def answer(
 
 def test_a_thousand_ranks_are_judged_in_seconds() -> None:
     """And in time that grows with their number only."""
-    main = Call("train", "train.py", 90)
-    waits = (Call("all_reduce", "torch/distributed/distributed_c10d.py", 3000), main)
-    works = (Call("plan", "planner.py", 5), Call("train", "train.py", 80))
-    moved = (Call("plan", "planner.py", 9), Call("train", "train.py", 80))
+    main = Frame("train", "train.py", 90)
+    waits = (Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3000), main)
+    works = (Frame("plan", "planner.py", 5), Frame("train", "train.py", 80))
+    moved = (Frame("plan", "planner.py", 9), Frame("train", "train.py", 80))
     seconds = {}
     for world in (1000, 4000):
         collector = Collector()
@@ -104,7 +104,7 @@ def test_the_end_of_a_collective_is_told_as_far_as_it_is_known(
 
     monkeypatch.setattr(roll_call, "flight_records", records)
     monkeypatch.setattr(roll_call.time, "monotonic", lambda: now)
-    pending = roll_call.Pending()
+    pending = roll_call.PendingCollectives()
     assert (pending.over(), pending.too_long()) == (None, None)
     now = looks[0]
     assert (pending.over(), pending.too_long()) == (None, (6.0, 10.0))
@@ -130,7 +130,7 @@ def test_a_record_that_does_not_tell_a_timeout_is_read_once_a_collective(
 
     monkeypatch.setattr(roll_call, "flight_records", records)
     monkeypatch.setattr(roll_call, "NOTICED", 0.0)
-    pending = roll_call.Pending()
+    pending = roll_call.PendingCollectives()
     for number in (3, 4):
         done = number
         assert [pending.too_long() for _ in range(5)] == [None] * 5
@@ -156,7 +156,7 @@ def test_of_a_process_that_uses_cuda_only_numbers_are_read(monkeypatch: pytest.M
         assert not any(record.get("entries") for record in flight_records(entries=True))
         [(key, enqueued, _)] = [one for one in roll_call._statuses() if one[0] not in before]
         assert enqueued == 1
-        assert roll_call.Pending()._limit(key, 0) == 50.0
+        assert roll_call.PendingCollectives()._limit(key, 0) == 50.0
     finally:
         dist.destroy_process_group()
 
@@ -178,7 +178,7 @@ def test_a_collective_of_an_earlier_process_group_is_not_told(monkeypatch: pytes
         thread.join()
     one, other = torch.ones(1), torch.ones(1)
     works = [pair[0].allreduce([one])]
-    pending = roll_call.Pending()
+    pending = roll_call.PendingCollectives()
     wait_until(lambda: pending.too_long() is not None)
     forget_groups()  # as `install` does when a program makes its default group
     for _ in range(5):
@@ -194,7 +194,7 @@ def numbers_of_each_default_group(rank: int) -> list[list[int]]:
 
     def numbers() -> list[int]:
         # The last one: that the first is over may be recorded later.
-        return [operation.number for operation in Look(0, []).found.operations][:1]
+        return [operation.number for operation in OwnEvidence(0, []).found.operations][:1]
 
     holdfast.install("torch-dcp", session=False)
     told = []

@@ -17,11 +17,18 @@ from holdfast._core.base.shared_folder import SharedFolder
 from holdfast._tools.cli import doctor
 from holdfast._watch import shared_call
 from holdfast._watch.diagnose import diagnose
-from holdfast._watch.evidence import Operation, Rank, Source
+from holdfast._watch.evidence import GroupOperation, Rank, SourceLine
 from holdfast._watch.read import read_all
-from holdfast._watch.shared_call import Part, ask_for_call, parts, take_part, wait_for_answers, waiting_call
+from holdfast._watch.shared_call import (
+    JobPart,
+    ask_for_call,
+    parts,
+    take_part,
+    wait_for_answers,
+    waiting_call,
+)
 
-HERE = Source("roll call")
+HERE = SourceLine("roll call")
 
 
 def test_a_call_that_was_asked_for_waits_for_each_job(tmp_path: Path) -> None:
@@ -47,7 +54,7 @@ def test_a_damaged_part_is_not_read(tmp_path: Path) -> None:
     for damage in (b"{", too_many, b'{"job":"\xff"}', b'{"a":' + b"[" * 2000 + b"]" * 2000 + b"}"):
         (tmp_path / "job-0").write_bytes(damage)
         assert parts(str(tmp_path)) == []
-    assert "\x1b" not in Part("a", 2, "train\x1b[31m.py").said()
+    assert "\x1b" not in JobPart("a", 2, "train\x1b[31m.py").said()
 
 
 NOBODY = 65534
@@ -106,7 +113,7 @@ def test_a_link_of_a_stranger_leads_nowhere(name: str, tmp_path: Path) -> None:
     path = ask_for_call(str(run), "somebody asks")
     place = {"roll-calls": run / "roll-calls", "call": Path(path), "job-0": Path(path) / "job-0"}[name]
     if name == "job-0":
-        victim.write_bytes(msgspec.json.encode(Part("b", 2, "program")))
+        victim.write_bytes(msgspec.json.encode(JobPart("b", 2, "program")))
     else:
         shutil.move(place, victim)
     place.symlink_to(victim)
@@ -156,7 +163,7 @@ def test_what_is_no_plain_small_file_is_not_read(tmp_path: Path) -> None:
         make(path / "asked")
         assert waiting_call(str(tmp_path), "a") is None
         (path / "asked").rmdir() if (path / "asked").is_dir() else (path / "asked").unlink()
-    (path / "job-0").write_bytes(msgspec.json.encode(Part("a", 1, "program")))
+    (path / "job-0").write_bytes(msgspec.json.encode(JobPart("a", 1, "program")))
     with (path / "rank-0.json").open("wb") as file:
         file.truncate(200 << 30)
     assert wait_for_answers(str(path), 0.1) is False
@@ -169,14 +176,14 @@ def test_an_old_call_is_not_answered(tmp_path: Path) -> None:
     assert waiting_call(str(tmp_path), "a") is None
 
 
-def written(path: str, part: Part, rank: int, groups: list[str]) -> None:
+def written(path: str, part: JobPart, rank: int, groups: list[str]) -> None:
     """What a rank writes that has a pending collective in the last of its groups, and none in the others."""
     states = ["completed"] * (len(groups) - 1) + ["started"]
     found = part.rank(
         Rank(
             rank,
             tuple(
-                Operation(group, 1 + (state == "started"), "all_reduce", state, HERE)
+                GroupOperation(group, 1 + (state == "started"), "all_reduce", state, HERE)
                 for group, state in zip(groups, states, strict=True)
             ),
         )

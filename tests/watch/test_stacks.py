@@ -10,7 +10,16 @@ import pytest
 
 from holdfast._watch.answering import summary
 from holdfast._watch.diagnose import diagnose
-from holdfast._watch.evidence import AT_EXIT, Call, Ending, Operation, Progress, Rank, Source, Stack
+from holdfast._watch.evidence import (
+    AT_EXIT,
+    Ending,
+    Frame,
+    GroupOperation,
+    GroupProgress,
+    Rank,
+    SourceLine,
+    Stack,
+)
 from holdfast._watch.read import read_all
 from holdfast._watch.verdict import Diagnosis
 
@@ -153,12 +162,14 @@ def test_ranks_that_make_a_group_are_not_all_known_to_make_the_same(tmp_path: Pa
 
 
 def test_a_rank_that_rests_on_one_line_may_come(tmp_path: Path) -> None:
-    here = Source("roll call")
-    program = (Call("step", "train.py", 50), Call("train", "train.py", 90))
+    here = SourceLine("roll call")
+    program = (Frame("step", "train.py", 50), Frame("train", "train.py", 90))
     waits = Stack(
-        "MainThread", (Call("all_reduce", "torch/distributed/distributed_c10d.py", 3000), *program), here
+        "MainThread", (Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3000), *program), here
     )
-    polls = Stack("MainThread", (Call("look", "data.py", 7), Call("step", "train.py", 40), program[1]), here)
+    polls = Stack(
+        "MainThread", (Frame("look", "data.py", 7), Frame("step", "train.py", 40), program[1]), here
+    )
     for rank, stack in enumerate([waits, waits, waits, polls]):
         found = Rank(rank, stacks=(stack,), later=(stack,), busy=0.0)
         answer = {"roll_call": found, "members": {}, "world_size": 4, "by": rank}
@@ -180,26 +191,28 @@ def test_machines_that_wait_for_memory_are_told(tmp_path: Path) -> None:
 
 
 STDLIB = "/usr/lib/python3.12"
-LOOP = (Call("train", "train.py", 90), Call("<module>", "train.py", 200))
-REDUCES = Call("all_reduce", "torch/distributed/distributed_c10d.py", 3000)
+LOOP = (Frame("train", "train.py", 90), Frame("<module>", "train.py", 200))
+REDUCES = Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3000)
 AT_EXIT_WAITS = (
-    Call("barrier", "torch/distributed/distributed_c10d.py", 5000),
-    Call("final", "train.py", 7),
+    Frame("barrier", "torch/distributed/distributed_c10d.py", 5000),
+    Frame("final", "train.py", 7),
     AT_EXIT,
 )
 IN_LOOP_WAITS = (REDUCES, *LOOP)
-AT_EXIT_UPLOADS = (Call("upload", "train.py", 9), AT_EXIT)
-JOINS = (Call("_shutdown", f"{STDLIB}/threading.py", 1590),)
-READS = (Call("read", "data.py", 7), *LOOP)
-READS_ON = (Call("parse", "data.py", 20), *LOOP)
-ENDED: tuple[Call, ...] = ()
+AT_EXIT_UPLOADS = (Frame("upload", "train.py", 9), AT_EXIT)
+JOINS = (Frame("_shutdown", f"{STDLIB}/threading.py", 1590),)
+READS = (Frame("read", "data.py", 7), *LOOP)
+READS_ON = (Frame("parse", "data.py", 20), *LOOP)
+ENDED: tuple[Frame, ...] = ()
 
 
-def called(folder: Path, *ranks: tuple[Call, ...] | tuple[tuple[Call, ...], tuple[Call, ...]]) -> Diagnosis:
+def called(
+    folder: Path, *ranks: tuple[Frame, ...] | tuple[tuple[Frame, ...], tuple[Frame, ...]]
+) -> Diagnosis:
     """What is said of a roll call whose ranks are at these calls, and at others later if two are given."""
-    here = Source("roll call")
+    here = SourceLine("roll call")
     for rank, calls in enumerate(ranks):
-        first, later = calls if calls and not isinstance(calls[0], Call) else (calls, calls)
+        first, later = calls if calls and not isinstance(calls[0], Frame) else (calls, calls)
         stacks = [(Stack("MainThread", one, here, ident="1"),) for one in (first, later) if one]
         found = Rank(rank, stacks=stacks[0], later=stacks[1], busy=0.0) if stacks else ended(rank)
         answer = {"roll_call": found, "members": {}, "world_size": len(ranks), "by": rank}
@@ -208,7 +221,7 @@ def called(folder: Path, *ranks: tuple[Call, ...] | tuple[tuple[Call, ...], tupl
 
 
 def ended(rank: int) -> Rank:
-    return Rank(rank, endings=(Ending("exit code 0", Source("kernel"), is_clean=True),))
+    return Rank(rank, endings=(Ending("exit code 0", SourceLine("kernel"), is_clean=True),))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +245,7 @@ def ended(rank: int) -> Rank:
     ],
 )
 def test_a_hang_at_an_exit(
-    ranks: tuple[tuple[Call, ...], ...], kind: str | None, named: tuple[int, ...] | None, tmp_path: Path
+    ranks: tuple[tuple[Frame, ...], ...], kind: str | None, named: tuple[int, ...] | None, tmp_path: Path
 ) -> None:
     found = called(tmp_path, *ranks)
     assert (found.why.kind if found.why is not None else None) == kind, found
@@ -248,12 +261,12 @@ def test_of_stacks_from_outside_nobody_knows_who_is_at_its_exit(tmp_path: Path) 
 
 def test_who_waits_at_its_exit_for_those_that_wait_for_it_is_named(tmp_path: Path) -> None:
     """A rank that had fewer batches waits in a handler for the others, which wait for it in the loop."""
-    here = Source("roll call")
+    here = SourceLine("roll call")
     for rank in range(3):
         left = rank == 2
         calls = AT_EXIT_WAITS if left else IN_LOOP_WAITS
-        pending = Operation("1:other" if left else "0:default_pg", 5, "barrier", "started", here)
-        done = Operation("0:default_pg" if left else "1:other", 4, "all_reduce", "completed", here)
+        pending = GroupOperation("1:other" if left else "0:default_pg", 5, "barrier", "started", here)
+        done = GroupOperation("0:default_pg" if left else "1:other", 4, "all_reduce", "completed", here)
         stacks = (Stack("MainThread", calls, here, ident="1"),)
         members = {"0:default_pg": (0, 1, 2), "1:other": (0, 1, 2)} if not rank else {}
         found = Rank(rank, (pending, done), stacks=stacks, later=stacks, busy=0.0)
@@ -348,7 +361,7 @@ def test_who_hangs_at_its_exit_after_an_error_has_died(tmp_path: Path) -> None:
     called(tmp_path, IN_LOOP_WAITS, IN_LOOP_WAITS, JOINS)
     path = tmp_path / "rank-2.json"
     answer = json.loads(path.read_bytes())
-    error = Ending("ValueError: the batch is empty", Source("roll call"))
+    error = Ending("ValueError: the batch is empty", SourceLine("roll call"))
     answer["roll_call"]["endings"] = msgspec.to_builtins([error])
     path.write_text(json.dumps(answer))
     found = diagnose(read_all([str(tmp_path)])).why
@@ -371,14 +384,14 @@ def test_short_names_of_py_spy_are_of_the_library_of_python(tmp_path: Path) -> N
 
 def test_ranks_in_backward_wait_for_one_that_has_not_come(tmp_path: Path) -> None:
     """The collectives of DDP are on threads that Python does not know."""
-    here, members = Source("roll call"), {"0:default_pg": (0, 1, 2)}
-    engine = Call("_engine_run_backward", "/lib/torch/autograd/graph.py", 865)
-    backward = (engine, Call("backward", "/lib/torch/_tensor.py", 630), *LOOP)
+    here, members = SourceLine("roll call"), {"0:default_pg": (0, 1, 2)}
+    engine = Frame("_engine_run_backward", "/lib/torch/autograd/graph.py", 865)
+    backward = (engine, Frame("backward", "/lib/torch/_tensor.py", 630), *LOOP)
     for rank in range(3):
         calls = backward if rank else READS
         stacks = (Stack("MainThread", calls, here, ident="1"),)
         state, number = ("started", 8) if rank else ("completed", 7)
-        one = Operation("0:default_pg", number, "all_reduce", state, here, backend="gloo")
+        one = GroupOperation("0:default_pg", number, "all_reduce", state, here, backend="gloo")
         found = Rank(rank, (one,), stacks=stacks, later=stacks, busy=0.0)
         answer = {"roll_call": found, "members": {} if rank else members, "world_size": 3, "by": rank}
         (tmp_path / f"rank-{rank}.json").write_bytes(msgspec.json.encode(answer))
@@ -389,11 +402,11 @@ def test_ranks_in_backward_wait_for_one_that_has_not_come(tmp_path: Path) -> Non
 
 def test_a_rank_that_sleeps_beside_a_collective_in_the_background_does_not_wait(tmp_path: Path) -> None:
     """It has issued an operation that others have not come to, and is stuck before the one that they wait in."""
-    here, groups = Source("roll call"), {"1:a": (0, 1), "2:b": (0, 1)}
+    here, groups = SourceLine("roll call"), {"1:a": (0, 1), "2:b": (0, 1)}
     for rank, (pending, done, calls) in enumerate((("1:a", "2:b", READS), ("2:b", "1:a", IN_LOOP_WAITS))):
         stacks = (Stack("MainThread", calls, here, ident="1"),)
         operations = tuple(
-            Operation(group, number, "all_reduce", state, here, thread="1", backend="gloo")
+            GroupOperation(group, number, "all_reduce", state, here, thread="1", backend="gloo")
             for group, number, state in ((pending, 5, "started"), (done, 4, "completed"))
         )
         found = Rank(rank, operations, stacks=stacks, later=stacks, busy=0.0)
@@ -405,7 +418,7 @@ def test_a_rank_that_sleeps_beside_a_collective_in_the_background_does_not_wait(
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_job_of_gloo_gets_no_advice_for_nccl(backend: str, tmp_path: Path) -> None:
-    one = Operation("0:default_pg", 8, "all_reduce", "started", Source("roll call"), backend=backend)
+    one = GroupOperation("0:default_pg", 8, "all_reduce", "started", SourceLine("roll call"), backend=backend)
     answer = {"roll_call": Rank(0, (one,)), "members": {}, "world_size": 4, "by": 0}
     (tmp_path / "rank-0.json").write_bytes(msgspec.json.encode(answer))
     wanted = " ".join(diagnose(read_all([str(tmp_path)])).collect)
@@ -414,12 +427,12 @@ def test_a_job_of_gloo_gets_no_advice_for_nccl(backend: str, tmp_path: Path) -> 
 
 
 def test_of_ranks_that_complete_operations_between_the_looks_none_waits(tmp_path: Path) -> None:
-    here = Source("roll call")
+    here = SourceLine("roll call")
     for rank in range(3):
         calls = IN_LOOP_WAITS if rank < 2 else READS_ON
         stacks = (Stack("MainThread", calls, here, ident="1"),)
-        seen = Operation("0:default_pg", 7, "all_reduce", "completed", here, seconds=0.1, backend="gloo")
-        progress = (Progress("0:default_pg", 50 + rank, 49 + rank, here),)
+        seen = GroupOperation("0:default_pg", 7, "all_reduce", "completed", here, seconds=0.1, backend="gloo")
+        progress = (GroupProgress("0:default_pg", 50 + rank, 49 + rank, here),)
         found = Rank(rank, (seen,), progress, stacks=stacks, later=stacks, busy=0.5)
         answer = {"roll_call": found, "members": {}, "world_size": 3, "by": rank}
         (tmp_path / f"rank-{rank}.json").write_bytes(msgspec.json.encode(answer))
@@ -436,7 +449,7 @@ def test_of_ranks_that_complete_operations_between_the_looks_none_waits(tmp_path
     ],
 )
 def test_only_a_stopped_process_is_a_cause(state: str, kind: str | None, tmp_path: Path) -> None:
-    here = Source("roll call")
+    here = SourceLine("roll call")
     stack = Stack("MainThread", IN_LOOP_WAITS, here, ident="1")
     for rank in range(3):
         found = Rank(rank, stacks=(stack,), later=(stack,), busy=0.0) if rank else Rank(0, state=state)
@@ -450,10 +463,10 @@ def test_only_a_stopped_process_is_a_cause(state: str, kind: str | None, tmp_pat
 
 def test_of_a_rank_that_does_not_answer_no_more_is_said_than_that(tmp_path: Path) -> None:
     """It may have come, with a network that does not carry on."""
-    here = Source("roll call")
+    here = SourceLine("roll call")
     stack = Stack("MainThread", IN_LOOP_WAITS, here, ident="1")
     for rank in range(3):
-        one = Operation("0:default_pg", 8, "all_reduce", "started", here, thread="1", backend="gloo")
+        one = GroupOperation("0:default_pg", 8, "all_reduce", "started", here, thread="1", backend="gloo")
         found = Rank(rank, (one,), stacks=(stack,), later=(stack,), busy=0.0)
         members = {} if rank else {"0:default_pg": (0, 1, 2, 3)}
         answer = {"roll_call": found, "members": members, "world_size": 4, "by": rank}
@@ -467,9 +480,9 @@ def test_of_a_rank_that_does_not_answer_no_more_is_said_than_that(tmp_path: Path
 
 @pytest.mark.parametrize(("name", "told"), [("all_to_all", True), ("gather", False), ("all_gather", False)])
 def test_sizes_that_may_differ_are_told_of_exchanges_only(name: str, told: bool, tmp_path: Path) -> None:
-    here = Source("roll call")
+    here = SourceLine("roll call")
     for rank in range(2):
-        one = Operation("0:default_pg", 8, name, "started", here, (4 + rank, 4 + rank))
+        one = GroupOperation("0:default_pg", 8, name, "started", here, (4 + rank, 4 + rank))
         members = {} if rank else {"0:default_pg": (0, 1)}
         answer = {"roll_call": Rank(rank, (one,)), "members": members, "world_size": 2, "by": rank}
         (tmp_path / f"rank-{rank}.json").write_bytes(msgspec.json.encode(answer))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -30,8 +30,11 @@ TorchStore: TypeAlias = "_distributed_c10d.Store"
 """`torch.distributed.Store`; the stubs of torch do not show that name."""
 
 
+TcpStore: TypeAlias = "_distributed_c10d.TCPStore"
 StorageInfo: TypeAlias = "_StorageInfo"
 """Torch DCP's file and byte range of a part."""
+FlightRecord: TypeAlias = dict[str, Any]
+"""Torch's JSON about the collectives of this process."""
 Callee = Callable[..., object]
 _TESTED = "Install a release of torch that Holdfast is tested with (docs/tested.md)."
 
@@ -81,17 +84,31 @@ def _layout(name: str) -> object:
     return found
 
 
+class _Typed(Protocol):
+    """A torch.TypedStorage, which has no annotations."""
+
+    dtype: torch.dtype
+
+    def untyped(self) -> torch.UntypedStorage: ...
+
+
 def _tensor_v2(
-    storage: Any, offset: int, size: Any, stride: Any, grad: bool, hooks: object, bits: object = None
+    storage: _Typed,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    grad: bool,
+    hooks: object,
+    bits: object = None,
 ) -> torch.Tensor:
     return _tensor_v3(storage, offset, size, stride, grad, hooks, storage.dtype, bits)
 
 
 def _tensor_v3(
-    storage: Any,
+    storage: _Typed,
     offset: int,
-    size: Any,
-    stride: Any,
+    size: Sequence[int],
+    stride: Sequence[int],
     grad: bool,
     hooks: object,
     dtype: torch.dtype,
@@ -112,9 +129,9 @@ def _parameter(data: torch.Tensor, grad: bool, hooks: object) -> torch.nn.Parame
 def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """Return a storage with a dtype, as `rebuilders` take it. Without torch's argument that keeps it from
     warning of its own removal, the warning is left out."""
-    typed: Any = torch.TypedStorage  # no annotations
+    typed: Callable[..., torch.TypedStorage] = torch.TypedStorage
     try:
-        made: torch.TypedStorage = typed(wrap_storage=storage, dtype=dtype, _internal=True)
+        made = typed(wrap_storage=storage, dtype=dtype, _internal=True)
     except TypeError:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
@@ -204,14 +221,14 @@ def clone_store(store: TorchStore) -> TorchStore:
     if hasattr(store, "clone"):  # since torch 2.8
         clone: TorchStore = store.clone()
         return clone
-    tcp: Any = tcp_store(store)
+    tcp = tcp_store(store)
     if tcp is None:
         return store
     made: TorchStore = type(tcp)(tcp.host, tcp.port, is_master=False, wait_for_workers=False)
     return made
 
 
-def tcp_store(store: TorchStore) -> TorchStore | None:
+def tcp_store(store: TorchStore) -> TcpStore | None:
     """Return the TCPStore that PrefixStores wrap; None if it is another store."""
     inner: Any = store
     while hasattr(inner, "underlying_store"):
@@ -223,10 +240,12 @@ def is_foreign(group: object) -> bool:
     """Return whether a group is over another message store than the default group, as one that a program has
     made with processes of another world: its ranks are no ranks of this one. False where that can't be
     known."""
-    made_by: Any = getattr(_world(), "pg_map", {}).get(group) if group is not None else None
-    theirs: Any = tcp_store(made_by[1]) if made_by is not None else None
-    ours: Any = tcp_store(default_store())
-    return None not in (theirs, ours) and (theirs.host, theirs.port) != (ours.host, ours.port)
+    made_by = getattr(_world(), "pg_map", {}).get(group) if group is not None else None
+    theirs = tcp_store(made_by[1]) if made_by is not None else None
+    ours = tcp_store(default_store())
+    if theirs is None or ours is None:
+        return False
+    return (theirs.host, theirs.port) != (ours.host, ours.port)
 
 
 class KnownGroup(NamedTuple):
@@ -342,7 +361,7 @@ def forget_groups() -> None:
             _past[name] = max(map(int, record.get("pg_status", ())), default=-1)
 
 
-def flight_records(entries: bool = False) -> list[dict[str, Any]]:
+def flight_records(entries: bool = False) -> list[FlightRecord]:
     """Return torch's flight records of this process: the last numbers of each group, and with `entries` each
     collective that is still known, except of a process that uses CUDA. Empty where torch has no recorder, or
     none for the backend."""
@@ -356,7 +375,7 @@ def flight_records(entries: bool = False) -> list[dict[str, Any]]:
     return records
 
 
-def _dumps(entries: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def _dumps(entries: bool) -> Iterator[tuple[str, FlightRecord]]:
     c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
     # For its entries the recorder asks CUDA about events, and a graph that another thread captures meanwhile
     # fails by that (pytorch 104487); the events may also be freed meanwhile.

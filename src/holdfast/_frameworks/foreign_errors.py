@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 from holdfast.errors import HoldfastError
 
@@ -45,12 +44,3 @@ def of_torch() -> type[BaseException]:
     from torch.distributed.checkpoint.api import CheckpointException
 
     return CheckpointException
-
-
-@cache
-def of_megatron() -> type[BaseException]:
-    """Return a subclass of the errors that megatron-core raises: its own, and torch DCP's, which its
-    `torch_dist` strategy raises for a key or a shape that the checkpoint does not have."""
-    from holdfast._frameworks.megatron import mcore
-
-    return type("CheckpointingException", (mcore.CheckpointingException, of_torch()), {})

@@ -28,13 +28,15 @@ from holdfast._core.protocol.call import find_roster
 from holdfast._core.protocol.job import Job, defaults, job_of, limits_of
 from holdfast._core.roster.base import Roster
 from holdfast._core.roster.beacon import Beacon, beacon_of
+from holdfast._core.roster.lost import DESTROYED
 from holdfast._core.roster.process import stack_dump
 from holdfast._core.roster.tcp_client import PATIENCE
 from holdfast._core.torch_private import forget_groups
-from holdfast._frameworks.frameworks import FRAMEWORKS, NAMES, Framework, guard_of, replacements_of
+from holdfast._frameworks.framework import Framework
+from holdfast._frameworks.frameworks import FRAMEWORKS, NAMES, version_of
 from holdfast._frameworks.patching import Patches, Replacement, rebind, undo
+from holdfast._frameworks.replacing import guard_of, replacements_of
 from holdfast._frameworks.settings import Settings
-from holdfast._frameworks.versions import version_of
 from holdfast._groups.audit.doctor import serve, stop
 from holdfast._groups.audit.known import affects, versions_here
 from holdfast._groups.ending.system_exit import forget_exits, how_it_ended, see_exits
@@ -127,7 +129,7 @@ class _Installation:
                 fails = sys.exception() is not None
                 if not fails:
                     wait_for_works(None)
-                self.beacon.end("it has destroyed its process group")
+                self.beacon.end(DESTROYED)
                 if not fails:
                     self.beacon.see_off()
             original(*args, **named)
@@ -217,9 +219,9 @@ def install(
     Call it in every training process before the framework builds its workers. It imports no framework. A
     later call replaces the settings of an earlier one.
 
-    framework: one name or several of `megatron-core`, `torch-dcp`, `megatron-lm`, `megatron-bridge`, `verl`,
-        `nemo-rl`, `mbridge`, `ms-swift`, `mcore-bridge`, `torchtitan`, `deepspeed`, `accelerate`,
-        `transformers`, `lightning`, `pytorch-lightning`; default all that are imported now or later.
+    framework: one name or several, such as `verl`: the names of the recipes in the documentation, and of what
+        these frameworks use; default all that are imported now or later. The error for an unknown name lists
+        the known ones.
     job: who takes part, deadlines, options (`holdfast.Job`). A save, a load or a wait inside one never fails
         sooner than the timeout of the process group. Ranks that do not take part may not save; a barrier on
         all ranks inside a guarded function waits for the participants only. By default these are the ranks

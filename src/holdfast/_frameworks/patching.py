@@ -39,6 +39,8 @@ class Replacement:
     """Some versions do not have it; then it is not reported as missing."""
     adds: bool = False
     """The package does not define this name, but calls it if it exists. Set `optional`, too."""
+    imported: bool = False
+    """The module imports this name from elsewhere; it is replaced in this module alone."""
     takes: Callable[[], Collection[str]] | None = None
     """Returns the arguments that the replacement handles; calls with others are refused or left to the
     original. None: all are passed on to the original."""
@@ -58,6 +60,7 @@ class AppliedReplacement:
     before: object
     """The value in the target itself; `_ABSENT` if it came from a base class or did not exist."""
     original: object
+    """What other modules may have bound; None if these are to keep it."""
     new: object
 
 
@@ -121,7 +124,8 @@ class Patches:
         before = vars(target).get(attribute, _ABSENT)
         new = _made(raw, replacement.make)
         setattr(target, attribute, new)
-        self.done.append(AppliedReplacement(replacement, target, attribute, before, raw, new))
+        original = None if replacement.imported else raw
+        self.done.append(AppliedReplacement(replacement, target, attribute, before, original, new))
 
     def put_back(self) -> list[tuple[object, object]]:
         """Restore the originals where they are defined. Return the (old, new) pairs to rebind elsewhere."""

@@ -12,7 +12,7 @@ from holdfast._core.run.checkpoints import Checkpoints
 from holdfast._groups.session import session as groups
 
 
-class Session(groups.Session):
+class Session(groups.GroupSession):
     """See `session`."""
 
     def checkpoints(self, run: str | os.PathLike[str], **how: Any) -> Checkpoints:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
-from holdfast._watch.evidence import Evidence, Operation, Progress, is_of_a_library
+from holdfast._watch.evidence import Evidence, GroupOperation, GroupProgress, is_of_a_library
 from holdfast._watch.verdict import Observation, listed
 
 MOST = 6
@@ -15,7 +15,7 @@ MOST = 6
 _OF_ONE_SIZE = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 _PEER = re.compile(r"(?:Connection closed by peer|Read error|Write error) \[([^\]]*)\]")
 _OF_ALL = "default_pg"
-_Waits = dict[int, Operation]
+_Waits = dict[int, GroupOperation]
 
 
 def advice(evidence: Evidence) -> tuple[Observation, ...]:
@@ -104,7 +104,7 @@ def _missing(evidence: Evidence, group: str, waits: _Waits) -> str:
 
 def _behind(evidence: Evidence) -> Iterator[Observation]:
     """Yield ranks that have issued fewer collectives of a group than others."""
-    issued: dict[str, dict[int, Progress]] = defaultdict(dict)
+    issued: dict[str, dict[int, GroupProgress]] = defaultdict(dict)
     for rank, one in evidence.progress():
         # Before torch 2.5, the numbers of other groups are local to each rank.
         if not one.group.startswith("PG ") or _named(one.group) == _OF_ALL:

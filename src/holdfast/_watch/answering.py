@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import subprocess
 import threading
@@ -13,7 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -23,18 +21,18 @@ from holdfast._core.base.threads import start_thread
 from holdfast._core.base.values import Message
 from holdfast._core.roster.base import Roster
 from holdfast._core.roster.beacon import Beacon
-from holdfast._core.roster.presence import Seen, pace, see, spread
-from holdfast._core.roster.process import ENDED, Identity
+from holdfast._core.roster.lost import Seen, by_kernel, cut_off, see
+from holdfast._core.roster.presence import pace, spread
+from holdfast._core.roster.process import Identity
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose, waited_for_memory
 from holdfast._watch.dumps import read_roll_call, read_stacks
-from holdfast._watch.evidence import CUT_OFF, Ending, Evidence, Rank, Source, Stack
-from holdfast._watch.own_stacks import Look, activity_here, stacks_here
+from holdfast._watch.evidence import CUT_OFF, Ending, Evidence, Rank, SourceLine, Stack
+from holdfast._watch.own_stacks import OwnEvidence, activity_here, stacks_here
 from holdfast._watch.places import told
-from holdfast._watch.shared_call import ROLL_CALLS, Part, folder_of, parts, read_answers, take_part
+from holdfast._watch.shared_call import ROLL_CALLS, JobPart, folder_of, parts, read_answers, take_part
 from holdfast._watch.verdict import TODO, Diagnosis, listed
 
-_SUCCESS = re.compile(r"exit(?:ed with)? code 0\b")
 log = logging.getLogger("holdfast")
 GRACE = 0.5
 """Seconds for a rank to answer by itself after it has seen the call."""
@@ -89,7 +87,7 @@ class Answering:
         is_plain = os.path.basename(asked.folder) == asked.folder and not asked.folder.startswith(".")
         name = (asked.folder if is_plain else "") or f"{stamp}-{number}"
         self._folder = os.path.join(folder, ROLL_CALLS, name) if folder else ""
-        self._part: Part | None = None
+        self._part: JobPart | None = None
         """This job's part in a call of several jobs."""
         self._writing = threading.Lock()
         self._latest: dict[int, Answer] = {}
@@ -99,7 +97,7 @@ class Answering:
         rank = self._base.rank
         if self._folder and self._asked.by == rank:
             start_thread(self._take_part, "holdfast-roll-call-file")
-        look = Look(rank, self._beacon.operations)
+        look = OwnEvidence(rank, self._beacon.operations)
         found, members = look.found, look.members
         # A rank that was stopped until now is too late: others have answered for it.
         if self._is_over() or not self._put(rank, found, members, is_first=True):
@@ -189,7 +187,7 @@ class Answering:
         except OSError as error:
             log.warning("The roll call's file %s could not be written: %s.", path, error.strerror)
 
-    def _part_of_this_job(self) -> Part:
+    def _part_of_this_job(self) -> JobPart:
         """Return this job's part as the caller has written it; if that is missing, of a call of one job."""
         job, ends = self._base.job(), time.monotonic() + NOTED
         while time.monotonic() < ends and not self._over.is_set():
@@ -197,12 +195,12 @@ class Answering:
                 if part.job == job:
                     return part
             time.sleep(0.1)
-        return Part(job, self._base.world_size, "")
+        return JobPart(job, self._base.world_size, "")
 
     def _add_other_jobs(self, to: Collector) -> None:
         """Add the answers from the ranks of the other jobs that take part in this call by now."""
-        read: dict[str, Any] = {}
-        others: list[Part] = []
+        read: Message = {}
+        others: list[JobPart] = []
         done = threading.Event()
         seconds = JOINED + self._asked.pause
 
@@ -223,7 +221,7 @@ class Answering:
         for name, answer in list(read.items()):
             read_roll_call(answer, to, name)
         for part in others:
-            to.remark("job", part.said(), Source("roll call"))
+            to.remark("job", part.said(), SourceLine("roll call"))
 
     def _answers(self, ranks: Sequence[int]) -> dict[int, Message]:
         answers = self._base.get([f"roll/{self._number}/{rank}" for rank in ranks])
@@ -268,14 +266,13 @@ class Answering:
             read_roll_call(answer, collector, f"rank-{rank}.json")
         gone = [rank for rank in everyone if rank not in answers]
         seen_of_gone = see(self._base, gone) if gone else {}
-        cut_off = {rank for answer in answers.values() for rank in map(int, answer.get("cut_off") or ())}
-        machines = {_machine(seen) for rank, seen in seen_of_gone.items() if rank in cut_off} - {""}
         for rank, seen in seen_of_gone.items():
             if seen.ended:
                 collector.note_ending(rank, _ending(seen))
-            elif rank in cut_off or _machine(seen) in machines:
-                self._put(rank, Rank(rank, state=CUT_OFF), {})
-                collector.note(rank, state=CUT_OFF)
+        reported = {rank for answer in answers.values() for rank in map(int, answer.get("cut_off") or ())}
+        for rank in cut_off(seen_of_gone, reported):
+            self._put(rank, Rank(rank, state=CUT_OFF), {})
+            collector.note(rank, state=CUT_OFF)
         collector.note_world(self._base.world_size)
         self._base.put(f"roll/{self._number}/over", {})
         self._base.delete([f"roll/{self._number}/{rank}" for rank in everyone])
@@ -297,10 +294,6 @@ def _seen_from_here(rank: int, seen: Seen) -> Rank | None:
     return Rank(rank, stacks=stacks, state=state) if stacks or state else None
 
 
-def _machine(seen: Seen) -> str:
-    return seen.vitals.who.machine if seen.vitals is not None else ""
-
-
 def _seen_again(who: Identity, found: Rank, at: float, cpu: float) -> Rank:
     """Take the second sample. cpu: the CPU time of the process at the first."""
     busy = (_cpu(who) - cpu) / max(time.monotonic() - at, 0.1)
@@ -314,7 +307,7 @@ def _dumped(who: Identity) -> tuple[Stack, ...]:
 def running(who: Identity) -> Rank | None:
     """Dump a running process with py-spy, if that is installed: a call in C may hold the GIL."""
     program = shutil.which("py-spy")
-    if program is None or who.state() != "R":  # py-spy would resume a stopped process
+    if program is None or by_kernel(who).state != "R":  # py-spy would resume a stopped process
         return None
     command = [program, "dump", "--native", "--full-filenames", "--pid", str(who.pid)]
     try:
@@ -338,12 +331,7 @@ def _cpu(who: Identity) -> float:
 
 
 def _ending(seen: Seen) -> Ending:
-    who = seen.vitals.who if seen.vitals is not None else None
-    clean = who is not None and who.is_of_this_machine() and who.exited_with_0()
-    clean = clean or (seen.gone is not None and seen.gone.clean) or seen.ended == "its program has ended"
-    clean = clean or _SUCCESS.search(seen.ended) is not None
-    # An end of unknown kind (ENDED) may have been a success.
-    return Ending(seen.ended, Source("kernel"), is_clean=clean, is_cause=not clean and seen.ended != ENDED)
+    return Ending(seen.ended, SourceLine("kernel"), is_clean=seen.is_success(), is_cause=seen.is_cause())
 
 
 def summary(why: str, found: Diagnosis, evidence: Evidence, folder: str) -> str:

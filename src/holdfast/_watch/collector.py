@@ -8,18 +8,18 @@ from typing import TypeVar
 import msgspec
 
 from holdfast._watch.evidence import (
-    Call,
     Ending,
     Evidence,
+    Frame,
+    GroupOperation,
+    GroupProgress,
     Opening,
-    Operation,
-    Progress,
     Rank,
     Remark,
-    Source,
+    SourceLine,
     Stack,
 )
-from holdfast._watch.looks_like import Part
+from holdfast._watch.looks_like import Symptom
 
 MOST = 64
 """Maximum number of values of one kind for each rank, and of remarks of one kind; the first ones are kept."""
@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 class _Seen:
     def __init__(self, rank: int) -> None:
-        self.operations: list[Operation] = []
-        self.progress: dict[str, Progress] = {}
+        self.operations: list[GroupOperation] = []
+        self.progress: dict[str, GroupProgress] = {}
         self.endings: list[Ending] = []
         self.stacks: list[Stack] = []
         self.later: list[Stack] = []
@@ -47,7 +47,7 @@ class Collector:
     def __init__(self) -> None:
         self._ranks: dict[int, _Seen] = {}
         self._remarks: dict[str, list[Remark]] = {}
-        self._loose: list[Operation] = []
+        self._loose: list[GroupOperation] = []
         self._raised: list[Ending] = []
         self._members: dict[str, tuple[int, ...]] = {}
         self._opening: dict[str, Opening] = {}
@@ -78,16 +78,16 @@ class Collector:
         seen.later += [stack for stack in found.later if stack.calls]
         seen.rest = msgspec.structs.replace(found, last=seen.rest.last)
 
-    def note_operation(self, rank: int | None, operation: Operation) -> None:
+    def note_operation(self, rank: int | None, operation: GroupOperation) -> None:
         self._keep(self._loose if rank is None else self.rank(rank).operations, operation)
 
-    def note_progress(self, rank: int, progress: Progress) -> None:
+    def note_progress(self, rank: int, progress: GroupProgress) -> None:
         seen = self.rank(rank).progress
         if progress.group in seen or (len(seen) < MOST and self._room > 0):
             self._room -= 1
             seen[progress.group] = progress
 
-    def note_calls(self, rank: int | None, calls: tuple[Call, ...]) -> None:
+    def note_calls(self, rank: int | None, calls: tuple[Frame, ...]) -> None:
         """Set the call stack of a rank's last timeout."""
         operations = self._loose if rank is None else self.rank(rank).operations
         for at in range(len(operations) - 1, -1, -1):
@@ -101,13 +101,13 @@ class Collector:
         if at is not None:
             self._ended[ending] = at
 
-    def once(self, kind: str, text: str, source: Source, *values: str) -> None:
+    def once(self, kind: str, text: str, source: SourceLine, *values: str) -> None:
         """Add a remark, unless there is one of this kind with the same values."""
         if not any(one.values == values for one in self._remarks.get(kind, ())):
             self.remark(kind, text, source, *values)
 
-    def alike(self, parts: Iterable[Part], text: str, source: Source) -> None:
-        """Add matching parts of fingerprints, each part once."""
+    def alike(self, parts: Iterable[Symptom], text: str, source: SourceLine) -> None:
+        """Add matching symptoms of known cases, each symptom once."""
         for part in parts:
             self.once("looks like", text.strip(), source, *part)
 
@@ -132,7 +132,7 @@ class Collector:
         # After a restart by the launcher, the next timeout comes at least one limit later.
         return abs(at - self._first[0]) <= max(60.0, self._first[1], limit or 0.0)
 
-    def note_opening(self, name: str, size: int, rank: int, source: Source, is_ready: bool) -> None:
+    def note_opening(self, name: str, size: int, rank: int, source: SourceLine, is_ready: bool) -> None:
         """Record that a communicator begins to open on a rank, or is open there."""
         one = self._opening.setdefault(name, Opening(name, size, {}, set()))
         if is_ready:
@@ -142,7 +142,7 @@ class Collector:
         if one.begun.keys() <= one.ready or len(self._opening) > RANKS:
             del self._opening[name]
 
-    def remark(self, kind: str, text: str, source: Source, *values: str) -> None:
+    def remark(self, kind: str, text: str, source: SourceLine, *values: str) -> None:
         self._keep(self._remarks.setdefault(kind, []), Remark(kind, text[:400], source, values))
 
     def evidence(self) -> Evidence:
@@ -181,7 +181,7 @@ class Collector:
             values.append(value)
 
 
-def _with_group(one: Operation, progress: Iterable[Progress]) -> Operation:
+def _with_group(one: GroupOperation, progress: Iterable[GroupProgress]) -> GroupOperation:
     """Fill in the group of an operation. The watchdog's first line lacks it; the line after it has it, with
     the same number."""
     fits = [each.group for each in progress if each.completed < one.number <= each.enqueued]

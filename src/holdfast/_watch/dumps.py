@@ -9,14 +9,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from typing import Any
 
 import msgspec
 
+from holdfast._core.base.values import Json, Message
 from holdfast._core.format.pickle_reader import BadPickle, Global, PickleReader, first
 from holdfast._core.ready import ready
 from holdfast._watch.collector import Collector
-from holdfast._watch.evidence import Call, Operation, Progress, Rank, Source, Stack
+from holdfast._watch.evidence import Frame, GroupOperation, GroupProgress, Rank, SourceLine, Stack
 from holdfast._watch.looks_like import parts_of_call
 from holdfast._watch.names import group_name
 from holdfast._watch.ras import read_ras_json
@@ -81,13 +81,13 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
     threads: list[Stack] = []
     states: dict[str, bool] = {}
     """Whether a thread is running, by thread, where the dump has it."""
-    calls: list[Call] = []
+    calls: list[Frame] = []
     names: dict[str, str] = {}
     thread, began = "", 0
 
     def end_thread() -> None:
         if calls:
-            threads.append(Stack(thread, tuple(calls), Source(name, began), dict(names)))
+            threads.append(Stack(thread, tuple(calls), SourceLine(name, began), dict(names)))
         calls.clear()
         names.clear()
 
@@ -123,7 +123,7 @@ def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None
             if found["state"]:
                 states[thread] = found["state"] == "active"
         elif (call := _CALL.match(line) or _FAULT_CALL.match(line)) is not None and len(calls) < MOST_CALLS:
-            calls.append(Call(call["name"], call["file"], int(call["line"]) if call["line"] else None))
+            calls.append(Frame(call["name"], call["file"], int(call["line"]) if call["line"] else None))
             if call.re is _FAULT_CALL and call["name"] == "<module>":
                 thread = "MainThread"
         elif (value := _NAME.match(line)) is not None:
@@ -166,7 +166,7 @@ def read_dump(data: bytes, to: Collector, name: str, rank: int | None, is_later:
         _record(value, to, name, rank)
 
 
-def _pyspy_lines(threads: list[Any]) -> Iterable[str]:
+def _pyspy_lines(threads: list[Json]) -> Iterable[str]:
     for thread in threads:
         if isinstance(thread, dict):
             active = thread.get("active")
@@ -177,7 +177,7 @@ def _pyspy_lines(threads: list[Any]) -> Iterable[str]:
                 yield f"    {frame.get('name')} ({file}:{frame.get('line')})"
 
 
-def _record(record: Any, to: Collector, name: str, rank: int | None) -> None:
+def _record(record: object, to: Collector, name: str, rank: int | None) -> None:
     if not isinstance(record, dict) or not isinstance(record.get("entries"), list):
         raise BadInput(f"{name} is no flight record: it has no entries.")
     told = record.get("rank")
@@ -188,20 +188,20 @@ def _record(record: Any, to: Collector, name: str, rank: int | None) -> None:
             hint="Give files whose names end in the rank.",
         )
     try:
-        operations_of(record, to, Source(name), rank)
+        operations_of(record, to, SourceLine(name), rank)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BadInput(f"{name} is no flight record: {type(error).__name__}: {error}.") from None
 
 
 def operations_of(
-    record: Any, to: Collector, source: Source, rank: int, now: float | None = None
+    record: Message, to: Collector, source: SourceLine, rank: int, now: float | None = None
 ) -> dict[str, str]:
     """Read the entries of a flight record: pending operations, and the last completed one of each group.
     Return the names of the groups by their numbers in the record.
 
     now: the current Unix time, if the record was read just now.
     """
-    last: dict[str, Operation] = {}
+    last: dict[str, GroupOperation] = {}
     groups: dict[str, str] = {}
     for entry in record.get("entries", ()):
         name, description = (str(part) for part in entry["process_group"][:2])
@@ -224,15 +224,15 @@ def operations_of(
     return groups
 
 
-def progress_of(record: Any, groups: Mapping[str, str], source: Source) -> Iterator[Progress]:
+def progress_of(record: Message, groups: Mapping[str, str], source: SourceLine) -> Iterator[GroupProgress]:
     """Yield the progress of each group. groups: their names by number in the record."""
     for key, status in (record.get("pg_status") or {}).items():
         enqueued, done = (int(status.get(f"last_{of}_collective", -1)) for of in ("enqueued", "completed"))
         if enqueued >= 0:
-            yield Progress(groups.get(key, key), enqueued, done, source)
+            yield GroupProgress(groups.get(key, key), enqueued, done, source)
 
 
-def _operation(entry: Any, group: str, source: Source, now: float | None) -> Operation:
+def _operation(entry: Message, group: str, source: SourceLine, now: float | None) -> GroupOperation:
     backend, _, called = str(entry["profiling_name"]).partition(":")
     done = entry.get("retired") or entry["state"] == "completed"
     state = "completed" if done else str(entry["state"])
@@ -244,7 +244,7 @@ def _operation(entry: Any, group: str, source: Source, now: float | None) -> Ope
     peer, created = bool(entry.get("is_p2p")), int(entry.get("time_created_ns") or 0)
     # Autograd issues collectives on its own threads, in the same order on all ranks.
     own = not str(entry.get("thread_name", "")).startswith("pt_autograd")
-    return Operation(
+    return GroupOperation(
         f"{group}/p2p" if peer else group,
         int(entry["p2p_seq_id" if peer else "collective_seq_id"]),
         called or backend,
@@ -257,7 +257,7 @@ def _operation(entry: Any, group: str, source: Source, now: float | None) -> Ope
         thread=str(entry.get("thread_id") or "") if own else "",
         backend=backend if called else "",
         calls=tuple(
-            Call(str(frame["name"]), str(frame["filename"]), int(frame["line"]))
+            Frame(str(frame["name"]), str(frame["filename"]), int(frame["line"]))
             for frame in (entry.get("frames") or ())[:MOST_CALLS]
         ),
     )
@@ -266,7 +266,7 @@ def _operation(entry: Any, group: str, source: Source, now: float | None) -> Ope
 # -- our own files ----------------------------------------------------------------------------------------
 
 
-def read_roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
+def read_roll_call(value: Message, to: Collector, name: str) -> None:
     """Read a rank's answer to a roll call (`answering.Answer`)."""
     try:
         found = msgspec.convert(value["roll_call"], ready(Rank))

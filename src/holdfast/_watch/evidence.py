@@ -15,7 +15,7 @@ import msgspec
 from holdfast._watch.names import family
 
 
-class Source(NamedTuple):
+class SourceLine(NamedTuple):
     """The file and line from which a value was read."""
 
     file: str
@@ -26,11 +26,11 @@ class Source(NamedTuple):
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
-ROLL_CALL = Source("roll call")
+ROLL_CALL = SourceLine("roll call")
 """The source of a rank's own answer."""
 
 
-class Call(NamedTuple):
+class Frame(NamedTuple):
     """One frame of a stack, with its current line."""
 
     function: str
@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 OPERATION = "holdfast-operation"
 """Name of the thread that runs an operation for the main thread (`protocol.runner`)."""
-AT_EXIT = Call("_run_exitfuncs", "atexit")
+AT_EXIT = Frame("_run_exitfuncs", "atexit")
 """The outermost call of a main thread that runs `atexit` handlers. It is in C, so `own_stacks` adds it."""
 _LIBRARY = re.compile(
     r"^atexit$|/holdfast/_\w+/|"
@@ -52,7 +52,7 @@ _LIBRARY = re.compile(
 )
 
 
-def is_of_a_library(call: Call) -> bool:
+def is_of_a_library(call: Frame) -> bool:
     """Return whether a call is in torch, the launcher or Python's threads, rather than in the program."""
     return _LIBRARY.search(call.file) is not None
 
@@ -61,9 +61,9 @@ class Stack(msgspec.Struct, frozen=True):
     """The stack of one thread at one time."""
 
     thread: str
-    calls: tuple[Call, ...]
+    calls: tuple[Frame, ...]
     """Innermost first."""
-    source: Source
+    source: SourceLine
     names: dict[str, str] = {}
     """Known arguments: `group_name` and `members` of a group being opened, and `peer`, the peer of a `recv`
     or `send`, or the source of a broadcast."""
@@ -75,7 +75,7 @@ UNKNOWN = -1
 """Sequence number of an operation whose line has none: torch before 1.13 logged its tensors instead."""
 
 
-class Operation(msgspec.Struct, frozen=True):
+class GroupOperation(msgspec.Struct, frozen=True):
     """One collective issued by a rank."""
 
     group: str
@@ -87,7 +87,7 @@ class Operation(msgspec.Struct, frozen=True):
     state: str
     """`scheduled`, `started`, `completed`, or `timed out`. Only with NCCL does `scheduled` mean that it has
     not started: other backends do not record the start."""
-    source: Source
+    source: SourceLine
     sizes: tuple[int, ...] = ()
     """Numbers of input and output elements, if known."""
     types: str = ""
@@ -95,7 +95,7 @@ class Operation(msgspec.Struct, frozen=True):
     """How long it has been pending."""
     group_rank: int | None = None
     """The rank within the group, if the line has it."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[Frame, ...] = ()
     """The stack that issued it, innermost first."""
     thread: str = ""
     """ID of the thread that issued it; "" for threads of autograd."""
@@ -117,27 +117,27 @@ class Operation(msgspec.Struct, frozen=True):
         return family(self.name)
 
 
-class Progress(msgspec.Struct, frozen=True):
+class GroupProgress(msgspec.Struct, frozen=True):
     """The progress of a rank in one group."""
 
     group: str
     enqueued: int
     completed: int
-    source: Source
+    source: SourceLine
 
 
 class Ending(msgspec.Struct, frozen=True):
     """The end of a rank, or an error that it raised."""
 
     what: str
-    source: Source
+    source: SourceLine
     is_clean: bool = False
     """Did it end by itself, with exit code 0?"""
     is_cause: bool = True
     """False: a consequence, such as a lost peer, or termination by a watchdog or launcher."""
     is_fatal: bool = True
     """Is the error known to be uncaught?"""
-    call: Call | None = None
+    call: Frame | None = None
     """Where it was raised."""
 
 
@@ -149,8 +149,8 @@ class Rank(msgspec.Struct, frozen=True):
     """The evidence about one rank."""
 
     rank: int
-    operations: tuple[Operation, ...] = ()
-    progress: tuple[Progress, ...] = ()
+    operations: tuple[GroupOperation, ...] = ()
+    progress: tuple[GroupProgress, ...] = ()
     endings: tuple[Ending, ...] = ()
     stacks: tuple[Stack, ...] = ()
     """All threads, the main thread first."""
@@ -166,11 +166,11 @@ class Rank(msgspec.Struct, frozen=True):
     state: str = ""
     """The process state by the kernel, such as `stopped by a signal`."""
     phase: str = ""
-    last: Source | None = None
+    last: SourceLine | None = None
     """The last line read from this rank."""
 
     @property
-    def timeouts(self) -> tuple[Operation, ...]:
+    def timeouts(self) -> tuple[GroupOperation, ...]:
         return tuple(operation for operation in self.operations if operation.state == "timed out")
 
 
@@ -179,7 +179,7 @@ class Remark(msgspec.Struct, frozen=True):
 
     kind: str
     text: str
-    source: Source
+    source: SourceLine
     values: tuple[str, ...] = ()
 
 
@@ -188,7 +188,7 @@ class Opening(msgspec.Struct, frozen=True):
 
     name: str
     size: int
-    begun: dict[int, Source]
+    begun: dict[int, SourceLine]
     """The source of the line that says so, by rank."""
     ready: set[int]
 
@@ -203,7 +203,7 @@ class Evidence(msgspec.Struct, frozen=True):
     """The ranks of each group, if known."""
     hidden: int = 0
     """Number of lines suppressed by Ray ("repeated 14x across cluster")."""
-    loose: tuple[Operation, ...] = ()
+    loose: tuple[GroupOperation, ...] = ()
     """Timeouts whose global rank is unknown."""
     raised: tuple[Ending, ...] = ()
     """Errors whose rank is unknown."""
@@ -224,16 +224,16 @@ class Evidence(msgspec.Struct, frozen=True):
     def of(self, kind: str) -> list[Remark]:
         return [remark for remark in self.remarks if remark.kind == kind]
 
-    def operations(self) -> Iterator[tuple[int, Operation]]:
+    def operations(self) -> Iterator[tuple[int, GroupOperation]]:
         return ((rank.rank, one) for rank in self.ranks.values() for one in rank.operations)
 
-    def progress(self) -> Iterator[tuple[int, Progress]]:
+    def progress(self) -> Iterator[tuple[int, GroupProgress]]:
         return ((rank.rank, one) for rank in self.ranks.values() for one in rank.progress)
 
     def endings(self) -> Iterator[tuple[int, Ending]]:
         return ((rank.rank, one) for rank in self.ranks.values() for one in rank.endings)
 
-    def timeouts(self) -> Iterator[tuple[int, Operation]]:
+    def timeouts(self) -> Iterator[tuple[int, GroupOperation]]:
         return ((rank, one) for rank, one in self.operations() if one.state == "timed out")
 
     def first_timeouts(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import BinaryIO
 from holdfast._watch import log_lines as form
 from holdfast._watch import looks_like
 from holdfast._watch.collector import RANKS, Collector
-from holdfast._watch.evidence import UNKNOWN, Call, Ending, Operation, Progress, Source
+from holdfast._watch.evidence import UNKNOWN, Ending, Frame, GroupOperation, GroupProgress, SourceLine
 from holdfast._watch.names import group_name
 
 BLOCK = 4 << 20
@@ -94,7 +94,7 @@ class LogReader:
     def __init__(self, collector: Collector, name: str, rank: int | None = None) -> None:
         """rank: the rank of this log; None if it may contain several."""
         self._to, self._name, self._own = collector, name, rank
-        self._frames: dict[str, Call | None] = {}
+        self._frames: dict[str, Frame | None] = {}
         """The last frame of each open traceback, by stream."""
         self._chained: set[str] = set()
         """Streams with an error that was a consequence: later errors there are consequences, too."""
@@ -106,7 +106,7 @@ class LogReader:
         """The pids of processes that torchrun has ended."""
         self._telling: str | None = None
         """The stream with an unfinished roll call by Holdfast."""
-        self._stack: tuple[int | None, list[Call]] | None = None
+        self._stack: tuple[int | None, list[Frame]] | None = None
         """The rank of the unfinished stack of a failed collective, and its calls so far."""
         self._srun_told = False
         self._processes: dict[str, tuple[int, int]] = {}
@@ -117,7 +117,7 @@ class LogReader:
     def read(self, file: BinaryIO) -> None:
         for number, raw in lines_that_tell(file):
             line = form.without_prefix(raw)
-            source = Source(self._name, number)
+            source = SourceLine(self._name, number)
             self._to.hidden += line.repeated
             rank = line.rank if line.rank is not None else self._own
             if rank is not None:
@@ -146,7 +146,7 @@ class LogReader:
 
     # -- Holdfast itself, and torch's stack of the collective that has failed -------------------------------
 
-    def _own_words(self, line: form.Prefixed, source: Source) -> bool:
+    def _own_words(self, line: form.Prefixed, source: SourceLine) -> bool:
         """Read Holdfast's own messages about a wait: a single line, or the lines of a roll call."""
         is_own = form.OWN.search(line.text) is not None
         follows = line.stream == self._telling and line.text.startswith("  ")
@@ -164,7 +164,7 @@ class LogReader:
         elif self._stack is not None and (call := form.CALLED.match(text)) is not None:
             whose, calls = self._stack
             if int(call[1]) == len(calls):
-                calls.append(Call(call[2], call[3], int(call[4])))
+                calls.append(Frame(call[2], call[3], int(call[4])))
                 self._to.note_calls(whose, tuple(calls))
         else:
             return False
@@ -172,7 +172,7 @@ class LogReader:
 
     # -- torch ------------------------------------------------------------------------------------------
 
-    def _watchdog(self, text: str, rank: int | None, source: Source) -> bool:
+    def _watchdog(self, text: str, rank: int | None, source: SourceLine) -> bool:
         if (found := form.TIMEOUT.search(text)) is not None:
             number = int(found["number"] or UNKNOWN)
             sizes = tuple(int(found[name]) for name in ("in", "out") if found[name] is not None)
@@ -182,12 +182,14 @@ class LogReader:
                 self._known.add(key)
                 seconds = int(found["ms"] or found["limit"]) / 1000
                 own, op = int(found["rank"]), found["op"]
-                one = Operation("", number, op, "timed out", source, sizes, seconds=seconds, group_rank=own)
+                one = GroupOperation(
+                    "", number, op, "timed out", source, sizes, seconds=seconds, group_rank=own
+                )
                 self._to.note_operation(rank, one)
         if (found := form.STATUS.search(text)) is not None and rank is not None:
             # Without the GUID, the number of the group is local to the rank.
             group = group_name(found["guid"] or f"PG {found['pg']}", found["desc"] or found["old_desc"])
-            progress = Progress(group, int(found["enqueued"]), int(found["done"]), source)
+            progress = GroupProgress(group, int(found["enqueued"]), int(found["done"]), source)
             self._to.note_progress(rank, progress)
         if (found := form.STUCK.search(text)) is not None:
             self._to.remark("heartbeat", text, source, str(rank))
@@ -198,7 +200,7 @@ class LogReader:
 
     # -- NCCL -------------------------------------------------------------------------------------------
 
-    def _nccl(self, text: str, source: Source) -> bool:
+    def _nccl(self, text: str, source: SourceLine) -> bool:
         if (found := form.NCCL.search(text)) is None:
             return False
         process, said = f"{found['host']}:{found['pid']}", found["text"]
@@ -220,7 +222,7 @@ class LogReader:
 
     # -- launchers and Python -----------------------------------------------------------------------------
 
-    def _by_itself(self, text: str, source: Source) -> bool:
+    def _by_itself(self, text: str, source: SourceLine) -> bool:
         """Read a self-contained line, or a line from the summary of failures by torchrun or srun."""
         if (size := form.WORLD.search(text)) is not None:
             self._to.note_world(int(size[1]))
@@ -258,14 +260,14 @@ class LogReader:
             return size is not None
         return True
 
-    def _python(self, line: form.Prefixed, rank: int | None, source: Source) -> None:
+    def _python(self, line: form.Prefixed, rank: int | None, source: SourceLine) -> None:
         """Read the tracebacks of errors that end a rank."""
         stream, text = line.stream, line.text
         if "Traceback (most recent" in text:
             if len(self._frames) < RANKS:
                 self._frames[stream] = None
         elif (frame := form.FILE.match(text)) is not None:
-            call = Call(frame[3], frame[1], int(frame[2]))
+            call = Frame(frame[3], frame[1], int(frame[2]))
             self._to.alike(looks_like.parts_of_call(call), text, source)
             if stream in self._frames:
                 self._frames[stream] = call

@@ -29,7 +29,7 @@ KEYS = (
     *(b" has waited ", b" came after ", b"roll call is over", b"roll call has failed"),
     *(b"message store has not answered", b"ProcessGroupGloo"),
 )
-"""Keywords: a line with none of these, nor any of a fingerprint, is skipped."""
+"""Keywords: a line with none of these, nor any of a known case, is skipped."""
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _TEXTS = ("log", "message", "MESSAGE", "textPayload", "line")
 """Fields in which forwarders' JSON has the line."""

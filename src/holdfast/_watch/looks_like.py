@@ -1,7 +1,7 @@
-"""Finds public threads with similar symptoms by a table of fingerprints (`looks_like.json`); not a verdict.
+"""Finds public threads with similar symptoms by a table of known cases (`looks_like.json`); not a verdict.
 
-A fingerprint has log lines, stack frames and operations as parts, and the number of them that must match. `*`
-in a line matches anything. A frame is a function and, if that is ambiguous, the end of its file name; an
+A known case has log lines, stack frames and operations as symptoms, and the number of them that must match.
+`*` in a line matches anything. A frame is a function and, if that is ambiguous, the end of its file name; an
 operation is its name and, if known, its sizes.
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast._core.ready import ready
-from holdfast._watch.evidence import Call, Evidence, Operation
+from holdfast._watch.evidence import Evidence, Frame, GroupOperation
 from holdfast._watch.names import family
 from holdfast._watch.verdict import Likeness, Observation
 
@@ -25,7 +25,7 @@ MOST = 5
 """Maximum number of threads in a diagnosis."""
 
 
-class Fingerprint(msgspec.Struct, frozen=True):
+class KnownCase(msgspec.Struct, frozen=True):
     """The symptoms, cause and cure in one public thread."""
 
     title: str
@@ -36,32 +36,32 @@ class Fingerprint(msgspec.Struct, frozen=True):
     noted: str
     """The day on which this entry was written."""
     needs: int = 1
-    """Number of its parts that must match."""
+    """Number of its symptoms that must match."""
     lines: tuple[str, ...] = ()
     frames: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
 
 
-class Part(NamedTuple):
-    """A part of a fingerprint."""
+class Symptom(NamedTuple):
+    """A symptom of a known case."""
 
     title: str
     part: str
 
 
 @cache
-def table() -> tuple[Fingerprint, ...]:
-    """Return the fingerprints of `looks_like.json`."""
+def table() -> tuple[KnownCase, ...]:
+    """Return the known cases of `looks_like.json`."""
     text = files("holdfast._watch").joinpath("looks_like.json").read_bytes()
-    return msgspec.json.decode(text, type=ready(tuple[Fingerprint, ...]))
+    return msgspec.json.decode(text, type=ready(tuple[KnownCase, ...]))
 
 
 @cache
-def lines() -> tuple[tuple[Part, str, re.Pattern[str]], ...]:
-    """Return the lines of fingerprints, each with its longest literal text and its pattern."""
+def lines() -> tuple[tuple[Symptom, str, re.Pattern[str]], ...]:
+    """Return the lines of known cases, each with its longest literal text and its pattern."""
     return tuple(
         (
-            Part(entry.title, line),
+            Symptom(entry.title, line),
             max(line.split("*"), key=len),
             re.compile(".*".join(map(re.escape, line.split("*")))),
         )
@@ -71,41 +71,41 @@ def lines() -> tuple[tuple[Part, str, re.Pattern[str]], ...]:
 
 
 @cache
-def _frames() -> dict[str, list[tuple[Part, str]]]:
-    """Return the frames of fingerprints and the ends of their file names, by function name."""
-    found: dict[str, list[tuple[Part, str]]] = defaultdict(list)
+def _frames() -> dict[str, list[tuple[Symptom, str]]]:
+    """Return the frames of known cases and the ends of their file names, by function name."""
+    found: dict[str, list[tuple[Symptom, str]]] = defaultdict(list)
     for entry in table():
         for frame in entry.frames:
             function, _, file = frame.partition(" ")
-            found[function].append((Part(entry.title, frame), file))
+            found[function].append((Symptom(entry.title, frame), file))
     return dict(found)
 
 
-def parts_of_line(text: str) -> Iterator[Part]:
-    """Yield the parts of fingerprints that match a log line."""
+def parts_of_line(text: str) -> Iterator[Symptom]:
+    """Yield the symptoms of known cases that match a log line."""
     for part, longest, pattern in lines():
         if longest in text and pattern.search(text) is not None:
             yield part
 
 
-def parts_of_call(call: Call) -> Iterator[Part]:
-    """Yield the parts of fingerprints that match a stack frame."""
+def parts_of_call(call: Frame) -> Iterator[Symptom]:
+    """Yield the symptoms of known cases that match a stack frame."""
     for part, file in _frames().get(call.function, ()):
         if call.file.endswith(file):
             yield part
 
 
-def _parts_of_operation(operation: Operation) -> Iterator[Part]:
+def _parts_of_operation(operation: GroupOperation) -> Iterator[Symptom]:
     for entry in table():
         for part in entry.operations:
             name, *sizes = part.split()
             if family(name) == operation.kind and operation.sizes[: len(sizes)] == tuple(map(int, sizes)):
-                yield Part(entry.title, part)
+                yield Symptom(entry.title, part)
 
 
-def _seen(evidence: Evidence) -> Iterator[tuple[Part, Observation]]:
+def _seen(evidence: Evidence) -> Iterator[tuple[Symptom, Observation]]:
     for remark in evidence.of("looks like"):
-        yield Part(*remark.values), Observation(remark.text, remark.source)
+        yield Symptom(*remark.values), Observation(remark.text, remark.source)
     for rank in evidence.ranks.values():
         for stack in (*rank.stacks, *rank.later):
             for call in stack.calls:

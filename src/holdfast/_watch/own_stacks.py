@@ -20,7 +20,7 @@ from holdfast._core.roster.process import activity, memory_stall
 from holdfast._core.torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import MOST_CALLS, operations_of, progress_of
-from holdfast._watch.evidence import AT_EXIT, OPERATION, ROLL_CALL, Call, Ending, Operation, Rank, Stack
+from holdfast._watch.evidence import AT_EXIT, OPERATION, ROLL_CALL, Ending, Frame, GroupOperation, Rank, Stack
 from holdfast._watch.log_lines import CONSEQUENCE
 from holdfast._watch.names import group_name
 from holdfast._watch.shared_call import is_own
@@ -62,7 +62,7 @@ def _stack(thread: str, ident: int, frame: FrameType | None) -> Stack:
     while frame is not None and len(read) < MOST_CALLS:
         read.append((frame, frame.f_lineno))
         frame = frame.f_back
-    calls = tuple(Call(one.f_code.co_name, one.f_code.co_filename, line) for one, line in read)
+    calls = tuple(Frame(one.f_code.co_name, one.f_code.co_filename, line) for one, line in read)
     # The main thread counts as ended as soon as `threading._shutdown`, a visible frame, joins the others.
     has_ended = thread == "MainThread" and not threading.main_thread().is_alive()
     if has_ended and calls[-1].function != "_shutdown":
@@ -104,7 +104,7 @@ def _variables(frame: FrameType) -> Mapping[str, object]:
     return found
 
 
-class Look:
+class OwnEvidence:
     """The evidence about this rank: a first sample and, some seconds later, a second one."""
 
     def __init__(self, rank: int, presences: list[Presence]) -> None:
@@ -140,7 +140,7 @@ class Look:
         }
         waits = {(one.group, one.number) for one in map(_operation, presences) if one is not None}
 
-        def is_over(one: Operation) -> bool:
+        def is_over(one: GroupOperation) -> bool:
             if one.group.startswith(_OURS):
                 return (one.group, one.number) not in waits
             is_done = one.group in progress and one.number <= progress[one.group].completed
@@ -156,7 +156,7 @@ class Look:
         newest = tuple(progress.values()) or self.found.progress
         return msgspec.structs.replace(self.found, operations=operations, progress=newest, later=later)
 
-    def _has_failed(self, one: Operation, passed: float) -> bool:
+    def _has_failed(self, one: GroupOperation, passed: float) -> bool:
         """Return whether an operation has reached its timeout: the record shows only that it is over."""
         return one.limit is not None and one.seconds is not None and one.seconds + passed >= one.limit
 
@@ -170,10 +170,10 @@ def _raised() -> tuple[Ending, ...]:
     return (Ending(what, ROLL_CALL, is_cause=CONSEQUENCE.search(what) is None),)
 
 
-def _operation(presence: Presence) -> Operation | None:
+def _operation(presence: Presence) -> GroupOperation | None:
     """Return one of Holdfast's own waits as an operation of a group; None if it waits for no rank."""
     # A key is `<kind>/<signature>/<generation>.<number>` (`rendezvous.History.begin`).
     group, _, number = presence.operation.rpartition(".")
     if not presence.waiting_for or not number.isdecimal():
         return None
-    return Operation(f"{_OURS}{group}", int(number) + 1, presence.title, "started", ROLL_CALL)
+    return GroupOperation(f"{_OURS}{group}", int(number) + 1, presence.title, "started", ROLL_CALL)

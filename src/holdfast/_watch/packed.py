@@ -9,8 +9,8 @@ import select
 import stat
 import zlib
 from contextlib import suppress
-from typing import Any
 
+from holdfast._core.base.values import Buffer
 from holdfast.errors import BadInput
 
 HEAD = 1 << 14
@@ -23,7 +23,7 @@ _OTHERS = {
 }
 
 
-def opened(path: str) -> io.BufferedReader[Any]:
+def opened(path: str) -> io.BufferedReader[_AsFound] | io.BufferedReader[_Unpacked]:
     """Open a file for reading, and decompress gzip. Raises BadInput for other compression formats."""
     file = io.BufferedReader(_AsFound(path), HEAD)
     head = file.peek(HEAD)
@@ -77,7 +77,7 @@ class _AsFound(io.FileIO):
         elif not os.isatty(self.fileno()):
             raise BadInput(f"{path} is neither a file nor a pipe.")
 
-    def readinto(self, into: Any) -> int:
+    def readinto(self, into: Buffer) -> int:
         read = super().readinto(memoryview(into)[: self._left]) or 0
         self._left -= read
         return read
@@ -86,11 +86,11 @@ class _AsFound(io.FileIO):
 class _Unpacked(gzip.GzipFile):
     """The readable content of a gzip file: if the writer of a log was killed, the end is missing."""
 
-    def __init__(self, file: io.BufferedReader[Any]) -> None:
+    def __init__(self, file: io.BufferedReader[_AsFound]) -> None:
         super().__init__(fileobj=file)
         self._packed = file
 
-    def readinto(self, into: Any) -> int:
+    def readinto(self, into: Buffer) -> int:
         with suppress(EOFError, zlib.error, gzip.BadGzipFile):
             found = self.read1(len(into))
             into[: len(found)] = found

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from holdfast._watch.evidence import Evidence, Rank, is_of_a_library
 from holdfast._watch.positions import BUSY, Position, later_of, position_among, position_of, positions_of
-from holdfast._watch.verdict import Place, listed
+from holdfast._watch.verdict import RankPlace, listed
 
 MOVED = 1 << 16
 """Transferred bytes below this number may be heartbeats, and are not shown."""
@@ -18,27 +18,27 @@ SHOWN = 8
 """Maximum number of places shown."""
 
 
-def places(evidence: Evidence) -> tuple[Place, ...]:
+def places(evidence: Evidence) -> tuple[RankPlace, ...]:
     """Group ranks by their position, the smallest group first."""
     found: dict[str, list[int]] = defaultdict(list)
     for rank, one in positions_of(evidence).items():
         phase = evidence.ranks[rank].phase
         found[f"{_does(one)} at {one.call}" + (f", in {phase}" if phase else "")].append(rank)
     fewest = sorted(found.items(), key=lambda item: len(item[1]))
-    return tuple(Place(tuple(ranks), text) for text, ranks in fewest)
+    return tuple(RankPlace(tuple(ranks), text) for text, ranks in fewest)
 
 
 def _does(one: Position) -> str:
     return {"differentiates": "is in backward", "exits": "is at its exit,"}.get(one.does, one.does)
 
 
-def known_of(evidence: Evidence, ranks: Iterable[int]) -> tuple[Place, ...]:
+def known_of(evidence: Evidence, ranks: Iterable[int]) -> tuple[RankPlace, ...]:
     """Format the facts about these ranks; ranks with the same facts become one place."""
     found: dict[str, list[int]] = defaultdict(list)
     for number in ranks:
         rank = evidence.ranks.get(number)
         found["; ".join(_facts(rank)) if rank is not None else "it has not answered"].append(number)
-    return tuple(Place(tuple(numbers), text) for text, numbers in list(found.items())[:SHOWN])
+    return tuple(RankPlace(tuple(numbers), text) for text, numbers in list(found.items())[:SHOWN])
 
 
 def _facts(rank: Rank) -> Iterator[str]:
@@ -78,6 +78,6 @@ def _facts(rank: Rank) -> Iterator[str]:
     yield from (f"thread {other.stack.thread} {_does(other)} at {other.call}" for other in threads[:2])
 
 
-def told(found: Iterable[Place]) -> list[str]:
+def told(found: Iterable[RankPlace]) -> list[str]:
     """Format places, a line each."""
     return [f"{listed(one.ranks)}: {one.text}" for one in list(found)[:SHOWN]]

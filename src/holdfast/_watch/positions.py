@@ -9,7 +9,7 @@ import re
 from itertools import pairwise
 from typing import NamedTuple
 
-from holdfast._watch.evidence import OPERATION, Call, Evidence, Rank, Stack, is_of_a_library
+from holdfast._watch.evidence import OPERATION, Evidence, Frame, Rank, Stack, is_of_a_library
 
 _TORCH = re.compile(r"torch/(?:distributed|cuda|_tensor|csrc|_C)|^lib(?:cuda|cudart|nccl|torch)")
 _BLOCKED = re.compile(
@@ -43,7 +43,7 @@ class Position(NamedTuple):
     """`waits`, `opens`, `differentiates`, `exits` or `is`."""
 
     @property
-    def call(self) -> Call:
+    def call(self) -> Frame:
         """The innermost call of the program's own code."""
         calls = self.stack.calls
         own = (call for call in calls if not is_of_a_library(call) and not _PYTHON.search(call.file))
@@ -83,7 +83,7 @@ def position_of(stack: Stack) -> Position:
     return Position(stack, "exits" if has_ended(stack) else "is")
 
 
-def _is_collective(call: Call) -> bool:
+def _is_collective(call: Frame) -> bool:
     return "distributed" in call.file and _COLLECTIVE.search(call.function) is not None
 
 

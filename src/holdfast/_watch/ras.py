@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
+from holdfast._core.base.values import Message
 from holdfast._watch.collector import Collector
-from holdfast._watch.evidence import Source
+from holdfast._watch.evidence import SourceLine
 from holdfast._watch.verdict import listed
 from holdfast.errors import BadInput
 
@@ -34,7 +34,7 @@ def read_ras(lines: Iterable[str], to: Collector, name: str) -> None:
 
     def end() -> None:
         if told:
-            to.remark("ras", f"NCCL RAS, {title}: {'; '.join(told)}", Source(name, began), kind)
+            to.remark("ras", f"NCCL RAS, {title}: {'; '.join(told)}", SourceLine(name, began), kind)
         told.clear()
 
     for number, line in enumerate(lines, 1):
@@ -53,9 +53,9 @@ def read_ras(lines: Iterable[str], to: Collector, name: str) -> None:
     end()
 
 
-def read_ras_json(value: dict[str, Any], to: Collector, name: str) -> None:
+def read_ras_json(value: Message, to: Collector, name: str) -> None:
     """Read the JSON form."""
-    source = Source(name)
+    source = SourceLine(name)
     try:
         for one in value["communicators"]:
             title = str(one["hash"]).removeprefix("0x")

@@ -10,7 +10,7 @@ from itertools import islice
 from holdfast._core.process.recording import EVENTS
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import PICKLE, is_stacks, number_of_name, ranks_of_names, read_dump, read_stacks
-from holdfast._watch.evidence import Evidence, Source
+from holdfast._watch.evidence import Evidence, SourceLine
 from holdfast._watch.log import LogReader, is_of_one_rank
 from holdfast._watch.log_lines import is_json_of_forwarder
 from holdfast._watch.packed import HEAD, opened
@@ -35,7 +35,7 @@ def read_all(paths: Iterable[str]) -> Evidence:
     for path in map(_newest_call, paths):
         for part in parts(path, of_anyone=True):
             if part.number:
-                collector.remark("job", part.said(), Source(path))
+                collector.remark("job", part.said(), SourceLine(path))
         files |= dict.fromkeys(_files(path), not os.path.isdir(path))
     ranks, refused = ranks_of_names(files), list[BadInput]()
     for file, is_given in files.items():
@@ -50,7 +50,7 @@ def read_all(paths: Iterable[str]) -> Evidence:
             raise problem
         refused.append(problem)
         # A folder may have unrelated and incomplete files, too.
-        collector.remark("not read", problem.message, Source(file))
+        collector.remark("not read", problem.message, SourceLine(file))
     if len(refused) == len(files):
         nothing = BadInput("There is nothing to read.", hint="Give logs, dumps, or a folder of them.")
         raise refused[0] if refused else nothing

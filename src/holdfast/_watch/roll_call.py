@@ -27,7 +27,8 @@ from holdfast._core.base.threads import start_thread
 from holdfast._core.process.heart import heart
 from holdfast._core.roster.base import Roster
 from holdfast._core.roster.beacon import Beacon, beacon_of
-from holdfast._core.roster.presence import pace, read, see
+from holdfast._core.roster.lost import see
+from holdfast._core.roster.presence import pace, read
 from holdfast._core.torch_private import flight_records, shortest_timeout
 from holdfast._watch.answering import Answering, Asked
 from holdfast._watch.shared_call import waiting_call
@@ -50,7 +51,7 @@ OLD = 60.0
 """Age in seconds from which on a rank ignores a call."""
 
 
-class Pending:
+class PendingCollectives:
     """Tracks for how long each group has waited in one collective, by the flight recorder."""
 
     def __init__(self) -> None:
@@ -127,7 +128,7 @@ class RollCall:
     def __init__(self, roster: Roster) -> None:
         self.interval = pace(roster.world_size)
         self._roster = ref(roster)  # it lives as long as its process group
-        self._pending = Pending()
+        self._pending = PendingCollectives()
         self._number = 0
         """The number of the next call."""
         self._thread: threading.Thread | None = None

@@ -13,12 +13,11 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 
 from holdfast._core.base.shared_folder import SharedFolder
-from holdfast._core.base.values import NO_JSON
+from holdfast._core.base.values import NO_JSON, Message
 from holdfast._core.ready import ready
 from holdfast._watch.collector import RANKS
 from holdfast._watch.evidence import Rank
@@ -36,7 +35,7 @@ _OWN = re.compile(r"^(?:\d+|[0-9a-f]{40})(?::|/|$)|^holdfast ")
 waits."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class JobPart(msgspec.Struct, frozen=True):
     """`job-<k>`: one job in a roll call."""
 
     job: str
@@ -119,35 +118,35 @@ def waiting_call(folder: str, job: str) -> tuple[str, str] | None:
         return None
 
 
-def parts(path: str, of_anyone: bool = False) -> list[Part]:
+def parts(path: str, of_anyone: bool = False) -> list[JobPart]:
     """Return the jobs that take part in a call so far. of_anyone: also if another user owns the folder."""
-    found: list[Part] = []
+    found: list[JobPart] = []
     with suppress(OSError, *NO_JSON), folder_of(path, of_anyone=of_anyone) as call:
         for number in range(JOBS):
-            part = msgspec.json.decode(call.read(f"job-{number}", SMALL), type=ready(Part))
+            part = msgspec.json.decode(call.read(f"job-{number}", SMALL), type=ready(JobPart))
             if not (0 < part.world_size <= RANKS and part.first == sum(one.world_size for one in found)):
                 break
             found.append(part)
     return found
 
 
-def take_part(path: str, job: str, world_size: int) -> Part | None:
+def take_part(path: str, job: str, world_size: int) -> JobPart | None:
     """Register this job in a call; return None if the call has the maximum number of jobs."""
     program = f"{os.path.basename(sys.argv[0])} (pid {os.getpid()})"
     with folder_of(path, make=True) as call:
         for number in range(JOBS):
             known = parts(path)[:number]
-            part = Part(job, world_size, program, number, sum(one.world_size for one in known))
+            part = JobPart(job, world_size, program, number, sum(one.world_size for one in known))
             with suppress(FileExistsError):
                 call.write(f"job-{number}", msgspec.json.encode(part), exclusive=True)
                 return part
     return None
 
 
-def read_answers(path: str, jobs: Iterable[Part]) -> tuple[dict[str, Any], bool]:
+def read_answers(path: str, jobs: Iterable[JobPart]) -> tuple[Message, bool]:
     """Return the answers so far of the ranks of jobs, by file name, and whether all ranks have answered
     twice."""
-    found: dict[str, Any] = {}
+    found: Message = {}
     whole = False
     with suppress(OSError), folder_of(path) as call:
         whole = True

@@ -8,17 +8,17 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast._core.layout.ranks import ranks_text
-from holdfast._watch.evidence import Call, Source
+from holdfast._watch.evidence import Frame, SourceLine
 
 
 class Observation(NamedTuple):
     """A fact from the evidence, with its source."""
 
     what: str
-    source: Source | None = None
+    source: SourceLine | None = None
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Ranks with the same position or facts."""
 
     ranks: tuple[int, ...]
@@ -42,9 +42,9 @@ class Who(msgspec.Struct, frozen=True):
     number: int | None = None
     seconds: float | None = None
     """Minimum time for which the operation has been pending."""
-    call: Call | None = None
+    call: Frame | None = None
     """The code position of the first of `ranks`, or of the first waiting rank."""
-    known: tuple[Place, ...] = ()
+    known: tuple[RankPlace, ...] = ()
     """Facts about the ranks in `absent`, or else in `ranks`."""
     seen: tuple[Observation, ...] = ()
 
@@ -78,7 +78,7 @@ class Why(msgspec.Struct, frozen=True):
     summary: str
     ranks: tuple[int, ...] | None = None
     """The ranks to blame; for a mismatch, the ones that differ from the rest. None: not known."""
-    call: Call | None = None
+    call: Frame | None = None
     seen: tuple[Observation, ...] = ()
 
 
@@ -99,7 +99,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
     """None: no rank is known to wait."""
     why: Why | None
     """None: nothing proves a cause."""
-    places: tuple[Place, ...]
+    places: tuple[RankPlace, ...]
     """The positions of all ranks with known stacks, the fewest ranks first."""
     looks_like: tuple[Likeness, ...]
     """Public threads with the same log lines, frames or operations; no proof of a cause."""

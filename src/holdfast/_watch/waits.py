@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from holdfast._watch.evidence import ROLL_CALL, UNKNOWN, Evidence, Operation, Rank, Stack
+from holdfast._watch.evidence import ROLL_CALL, UNKNOWN, Evidence, GroupOperation, Rank, Stack
 from holdfast._watch.names import OF_SOME
 from holdfast._watch.positions import is_held, may_be_at_its_gpu, position_among, position_of, rests_in_c
 
-Table = dict[str, dict[int, dict[int, Operation]]]
+Table = dict[str, dict[int, dict[int, GroupOperation]]]
 """The operations by group, sequence number and rank."""
 Thread = tuple[int, str]
 """A rank, and the ID of one of its threads; "" is the main thread."""
@@ -48,7 +48,7 @@ class Wait(NamedTuple):
 
     thread: Thread
     group: str
-    operation: Operation
+    operation: GroupOperation
     absent: frozenset[int]
     is_sure: bool = True
     """False: the thread is idle at a line of the program, which may be `work.wait()` or another call."""
@@ -71,7 +71,7 @@ class Waits:
         self._evidence = evidence
         self.of: dict[Thread, Wait] = {}
         """The first wait of each thread."""
-        self.whole: list[tuple[str, int, dict[int, Operation]]] = []
+        self.whole: list[tuple[str, int, dict[int, GroupOperation]]] = []
         """Pending operations that every member has reached: group, number, and each rank's operation."""
         self._next: dict[tuple[str, int], list[Thread]] = {}
         self._entered = {(one.group, rank): one.enqueued for rank, one in evidence.progress()}
@@ -99,7 +99,7 @@ class Waits:
         for rank in evidence.shown():
             self._note_unrecorded(evidence.ranks[rank])
 
-    def _note(self, group: str, number: int, ranks: dict[int, Operation], members: set[int]) -> None:
+    def _note(self, group: str, number: int, ranks: dict[int, GroupOperation], members: set[int]) -> None:
         pending = {rank: one for rank, one in ranks.items() if one.is_pending}
         absent = frozenset(rank for rank in members if self._entered.get((group, rank), 0) < number)
         everyone = set(self._evidence.members.get(group, ())) or set(range(self._evidence.world_size or 0))
@@ -133,10 +133,10 @@ class Waits:
             own = self._opens[seen.rank]
             absent = {rank for rank in members & self._opens.keys() if self._opens[rank] != own}
         if absent:
-            operation = Operation(group, UNKNOWN, name, "started", position.stack.source)
+            operation = GroupOperation(group, UNKNOWN, name, "started", position.stack.source)
             self.of[thread] = Wait(thread, group, operation, frozenset(absent))
 
-    def _blocked_thread(self, rank: Rank, one: Operation) -> tuple[str, bool] | None:
+    def _blocked_thread(self, rank: Rank, one: GroupOperation) -> tuple[str, bool] | None:
         """Return the thread that is blocked in an operation, and whether that is certain; None if no thread
         waits for the operation."""
         if not rank.stacks:

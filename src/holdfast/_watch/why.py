@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from holdfast._watch.evidence import CUT_OFF, UNKNOWN, Ending, Evidence, Operation, Rank
+from holdfast._watch.evidence import CUT_OFF, UNKNOWN, Ending, Evidence, GroupOperation, Rank
 from holdfast._watch.names import SAME_SIZES, WAITS_FOR_ALL, plain
 from holdfast._watch.positions import has_ended, is_in_its_program, positions_of
 from holdfast._watch.verdict import Observation, Why, listed
@@ -150,11 +150,11 @@ def _mismatch(evidence: Evidence, table: Table) -> Iterator[Why]:
             )
 
 
-def _seen(ranks: dict[int, Operation]) -> tuple[Observation, ...]:
+def _seen(ranks: dict[int, GroupOperation]) -> tuple[Observation, ...]:
     return tuple(observed(rank, ranks[rank]) for rank in sorted(ranks)[:16])
 
 
-def _unequal_exchange(ranks: dict[int, Operation], members: tuple[int, ...]) -> str:
+def _unequal_exchange(ranks: dict[int, GroupOperation], members: tuple[int, ...]) -> str:
     """Format a difference between the total sent and received in an all_to_all; "" if there is none."""
     exchange = all(one.kind == "all_to_all" and len(one.sizes) == 2 for one in ranks.values())
     if not exchange or set(ranks) != set(members):
@@ -173,7 +173,7 @@ def _on_two_threads(evidence: Evidence, group: str) -> str:
     return ""
 
 
-def _source(rank: Rank, one: Operation) -> str:
+def _source(rank: Rank, one: GroupOperation) -> str:
     """Return the source of a broadcast, which a roll call reads from the stack of the waiting thread."""
     pending = [other for other in rank.operations if other.is_pending and other.thread == one.thread]
     if one.kind != "broadcast" or not one.thread or pending != [one]:
@@ -193,7 +193,7 @@ def _said(kinds: dict[int, Kind], kind: Kind) -> str:
     return " ".join(filter(None, parts))
 
 
-def observed(rank: int, one: Operation) -> Observation:
+def observed(rank: int, one: GroupOperation) -> Observation:
     sizes = f" ({' to '.join(map(str, one.sizes))} elements)" if one.sizes else ""
     state = "pending" if one.is_pending and one.state != "timed out" else one.state
     return Observation(f"rank {rank}: {one.label}{sizes} {state}", one.source)

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast._core.protocol.job import Job
-from tests.frameworks.bridge_jobs import groups_over
 from tests.frameworks.megatron.cpu import use_cpu
 from tests.frameworks.megatron.models import Layout
+from tests.frameworks.megatron_bridge.jobs import groups_over
 from tests.support.collectives import counted
 from tests.support.stand_ins import stand_in_for
 from tests.support.transformer_engine import use_layers
@@ -331,7 +331,7 @@ def through_verl(
 
 
 def verl_manager(model: Model, vanilla: bool) -> Any:
-    from tests.frameworks.verl_jobs import CONFIG, import_verl
+    from tests.frameworks.verl.jobs import CONFIG, import_verl
 
     made = import_verl().MegatronCheckpointManager
     from verl.trainer.config import CheckpointConfig

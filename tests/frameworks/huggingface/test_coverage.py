@@ -93,7 +93,7 @@ def test_of_a_model_around_a_known_one_only_names_of_that_count(folder: Path, tm
         (more / "config.json").write_text(json.dumps({"model_type": outer, "text_config": config}))
         found = HuggingFaceFolder.at(open_store(more))
         assert found is not None
-        assert {*found.unnamed()} == expected
+        assert {*found.unnamed(found.names())} == expected
 
 
 def test_the_command_tells_of_a_folder(folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import tests.frameworks.megatron.preload  # noqa: F401 (imports megatron-core wi
 from holdfast import megatron
 from holdfast._core.roster.memory import MemoryRoster
 from holdfast._frameworks.megatron import mcore
-from holdfast._frameworks.torch_dist import export_torch_dist
+from holdfast._frameworks.torch_dcp.torch_dist import export_torch_dist
 from holdfast.errors import (
     BadInput,
     CoverageError,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast._core.store.run_folder import latest
-from holdfast._frameworks.torch_dist import export_torch_dist, import_torch_dist
+from holdfast._frameworks.torch_dcp.torch_dist import export_torch_dist, import_torch_dist
 from holdfast._tools.checkpoints.diff import compare
 from holdfast._tools.checkpoints.inspect import Run, describe
 from holdfast.errors import BadInput, NotCommitted

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from holdfast._core.protocol.liveness import STALLED
-from holdfast._core.roster.presence import Seen, Vitals
+from holdfast._core.roster.lost import Seen
+from holdfast._core.roster.presence import Vitals
 from holdfast._core.roster.process import Identity
-from holdfast._groups.lifecycle.absent import Place, Plan, may_be_explained, who_did_not_come
+from holdfast._groups.lifecycle.absent import Plan, WarmUpPlace, may_be_explained, who_did_not_come
 from holdfast.errors import DeadlineExceeded, RankFailed
 
 PLAN = Plan({"g": ("a group", [0, 1, 2])}, {rank: ["g"] for rank in range(3)}, {"g": 0})
@@ -20,8 +21,8 @@ def seen(rank: int, state: str = "") -> Seen:
     return Seen(Vitals(who, {"k": {"title": "warm-up", "phase": "acting"}}, beat=1), state=state)
 
 
-def at(operation: int, issued: bool | None, position: int = 0) -> Place:
-    return Place(position=position, operation=operation, issued=issued)
+def at(operation: int, issued: bool | None, position: int = 0) -> WarmUpPlace:
+    return WarmUpPlace(position=position, operation=operation, issued=issued)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def at(operation: int, issued: bool | None, position: int = 0) -> Place:
     ],
 )
 def test_who_keeps_the_others(
-    places: list[Place], states: dict[int, str], missing: list[int], said: str
+    places: list[WarmUpPlace], states: dict[int, str], missing: list[int], said: str
 ) -> None:
     shown = {rank: seen(rank, states.get(rank, "")) for rank in range(3)}
     error = who_did_not_come(RankFailed(""), shown, "k", dict(enumerate(places)), PLAN, 5.0)

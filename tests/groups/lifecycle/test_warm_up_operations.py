@@ -11,7 +11,7 @@ import torch
 
 from holdfast._groups.lifecycle.report import WarmedGroup
 from holdfast._groups.lifecycle.warm_up import chosen_operations
-from holdfast._groups.session.session import Session
+from holdfast._groups.session.session import GroupSession
 from holdfast.errors import BadInput
 from tests.groups.lifecycle import operation_jobs as jobs
 from tests.support.processes import ProcessWorld
@@ -170,7 +170,7 @@ def test_operations_that_there_are_not(given: Any) -> None:
     with pytest.raises(BadInput, match=r"^operations=.* must be some of \('all_reduce', .*\), or None\.$"):
         chosen_operations(given)
     with pytest.raises(BadInput, match="must be some of"):
-        Session(operations=given)
+        GroupSession(operations=given)
     assert chosen_operations(["pairs", "all_reduce"]) == ("pairs", "all_reduce")
 
 

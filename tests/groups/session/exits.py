@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast._groups.session.session import Session
+from holdfast._groups.session.session import GroupSession
 from tests.groups.session.after_end import AMPLE, GRACE, SHORT, after_the_session, caught_sessions
 from tests.groups.session.jobs import end_with
 from tests.groups.session.unseen_saves import save_in_vain
@@ -41,7 +41,7 @@ def to_the_end(mode: str, rank: int, folder: str, destroys: bool) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=SOON if mode in WAITED_FOR else 60))
     dist.new_group([0, 1])
     bounds = {"late": AMPLE, "thread": SHORT}
-    Session(grace=GRACE, job=JOB, after_end=bounds.get(mode), owns_world=True).until_exit()
+    GroupSession(grace=GRACE, job=JOB, after_end=bounds.get(mode), owns_world=True).until_exit()
     dist.all_reduce(torch.ones(1))
     end_with(
         mode,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast._core.process.heart import heart
 from holdfast._core.torch_private import default_store
-from holdfast._groups.session.session import Session, open_sessions
+from holdfast._groups.session.session import GroupSession, open_sessions
 from holdfast._groups.session.shutdown import _raise_in, _take_back
 from holdfast.errors import HoldfastError
 
@@ -201,7 +201,7 @@ def two_to_the_end(rank: int) -> tuple[int, int, str]:
     """An exception that nobody catches, while two sessions without a block are open: how many are left,
     ended, and what is printed."""
     made = [
-        Session(job=holdfast.Job(timeout=20, stall_timeout=3), grace=3, warm=False).until_exit()
+        GroupSession(job=holdfast.Job(timeout=20, stall_timeout=3), grace=3, warm=False).until_exit()
         for _ in range(2)
     ]
     printed = io.StringIO()

@@ -3,7 +3,7 @@
 import os
 from importlib import import_module
 
-from tests.frameworks.deepspeed_jobs import ENV
+from tests.frameworks.deepspeed.jobs import ENV
 
 os.environ.update(ENV)
 for name in ("deepspeed", "torch.export._trace", "torch._inductor.compile_fx"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast._watch.diagnose import diagnose
-from holdfast._watch.evidence import Call, Evidence
+from holdfast._watch.evidence import Evidence, Frame
 from holdfast._watch.verdict import Diagnosis, listed
 from tests.watch.programs.runner import programs, recorded, unpacked
 
@@ -79,7 +79,7 @@ def label(script: Path) -> tuple[tuple[int, ...], str]:
 
 def fewest(evidence: Evidence) -> tuple[int, ...]:
     """Name the ranks whose main thread is where the fewest are, as a script of 30 lines does."""
-    groups: dict[tuple[Call, ...], list[int]] = {}
+    groups: dict[tuple[Frame, ...], list[int]] = {}
     for rank, stack in evidence.shown().items():
         groups.setdefault(stack.calls, []).append(rank)
     sizes = sorted(map(len, groups.values()))

@@ -87,7 +87,7 @@ class WriterClient:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._wire: Wire | None = None
+        self._wire: Wire[FromWriter] | None = None
         self._attached: set[int] = set()
         self._number = 0
         self.busy = False
@@ -137,7 +137,7 @@ class WriterClient:
         finally:
             # Otherwise this process would keep the writer's end open, and never detect that the writer ended.
             theirs.close()
-        self._wire = Wire(mine, FromWriter)
+        self._wire = Wire[FromWriter](mine, FromWriter)
         self._attached = set()
 
     def write(

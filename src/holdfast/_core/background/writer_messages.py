@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -88,7 +88,10 @@ ToWriter = Attach | WriteJob
 FromWriter = Planned | Moved | Done | Failed
 
 
-class Wire:
+Received = TypeVar("Received")
+
+
+class Wire(Generic[Received]):
     """One end of the socket."""
 
     def __init__(self, sock: socket.socket, kind: Any) -> None:
@@ -105,7 +108,7 @@ class Wire:
             socket.send_fds(self.socket, [head], [fd])
             self.socket.sendall(data)
 
-    def receive(self) -> tuple[Any, int | None]:
+    def receive(self) -> tuple[Received, int | None]:
         """Receive a message, and the file descriptor that came with it. EOFError if the other end is gone."""
         # A descriptor arrives with the head; a plain recv would drop it.
         head, fds, _, _ = socket.recv_fds(self.socket, _HEAD.size, 1)

@@ -42,7 +42,7 @@ YIELDS = 10
 
 class _Process:
     def __init__(self, sock: socket.socket) -> None:
-        self.wire = Wire(sock, ToWriter)
+        self.wire = Wire[ToWriter](sock, ToWriter)
         self.arenas: dict[int, Arena] = {}
         self.jobs: queue.SimpleQueue[WriteJob] = queue.SimpleQueue()
 

@@ -1,8 +1,7 @@
-"""Deadlines, stall timers and their clock. Every wait in Holdfast is bounded by one of them.
+"""Deadlines and their clock. Every wait in Holdfast is bounded by one of them.
 
-A `Deadline` is absolute if the caller gave a timeout; otherwise progress extends it. A `StallTimer` is reset
-by progress. Both read a `Clock`, so that a test turns an hour into a microsecond
-(`holdfast.testing.ManualClock`).
+A `Deadline` is absolute if the caller gave a timeout; otherwise progress extends it. It reads a `Clock`, so
+that a test turns an hour into a microsecond (`holdfast.testing.ManualClock`).
 """
 
 from __future__ import annotations
@@ -108,30 +107,3 @@ class Deadline:
 
     def __str__(self) -> str:
         return f"{self.seconds:g} s" + (" without progress" if self.moves else "")
-
-
-class StallTimer:
-    """Detects a lack of progress for `seconds`. Any change of the mark passed to `see` is progress."""
-
-    def __init__(self, seconds: float, clock: Clock = REAL_CLOCK) -> None:
-        self.seconds = check_seconds("stall_timeout", seconds)
-        self.clock = clock
-        self.mark: object = None
-        self.since = clock.now()
-
-    def see(self, mark: object) -> None:
-        """Record the current mark; a change resets the timer."""
-        # Compared for inequality, because a rank counts bytes from 0 again in its next call.
-        if mark != self.mark:
-            self.mark = mark
-            self.since = self.clock.now()
-
-    def forgive(self, seconds: float) -> None:
-        """Exclude these seconds, in which the observing process itself did not run."""
-        self.since += seconds
-
-    def quiet_for(self) -> float:
-        return self.clock.now() - self.since
-
-    def stalled(self) -> bool:
-        return self.quiet_for() >= self.seconds

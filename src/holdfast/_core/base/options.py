@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+from holdfast._core.base.values import Message
 from holdfast.errors import BadInput
 
 CHECKS = ("auto", "full", "sample", "off")
@@ -147,7 +147,7 @@ def _job_of(env: Mapping[str, str]) -> str:
     return f"slurm {env['SLURM_JOB_ID']}" if env.get("SLURM_JOB_ID") else ""
 
 
-def read_install() -> dict[str, Any] | None:
+def read_install() -> Message | None:
     """Read the arguments of `holdfast.install` that `holdfast run` gives its processes; None without it."""
     text = os.environ.get(INSTALL, "")
     if not text:

@@ -90,14 +90,29 @@ class SharedFolder:
     def append(self, name: str, data: bytes) -> int:
         """Append to a regular file of this user, created if missing; return its size."""
         flags = _FILE | os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
-        fd = os.open(name, flags, self._mode, dir_fd=self._fd)
+        fd = self._open_plain(
+            name, flags, links=1
+        )  # a file with a second hard link may be any file of this user
         with os.fdopen(fd, "ab") as file:
-            status = os.fstat(fd)
-            # A file with a second hard link may be any file of this user.
-            if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not self._is_own(status):
-                raise PermissionError(errno.EPERM, "no plain file of this user's", name)
             file.write(data)
             return file.tell()
+
+    def _open_plain(self, name: str, flags: int, links: int = 0) -> int:
+        """Open a regular file of an accepted user, with this number of hard links if `links` is given."""
+        fd = os.open(name, flags, self._mode, dir_fd=self._fd)
+        try:
+            # Before `os.fdopen`, which raises for a folder and leaves its descriptor open.
+            status = os.fstat(fd)
+            if (
+                not stat.S_ISREG(status.st_mode)
+                or links not in (0, status.st_nlink)
+                or not self._is_own(status)
+            ):
+                raise PermissionError(errno.EPERM, "no plain file of this user's", name)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def rename(self, name: str, other: str) -> None:
         os.replace(name, other, src_dir_fd=self._fd, dst_dir_fd=self._fd)
@@ -108,12 +123,7 @@ class SharedFolder:
     def open(self, name: str) -> BufferedReader:
         """Open a regular file for reading. Raises OSError for other file types and other users' files."""
         # O_NONBLOCK, because opening a FIFO would wait for its other end.
-        file = os.fdopen(os.open(name, _FILE | os.O_RDONLY | os.O_NONBLOCK, dir_fd=self._fd), "rb")
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or not self._is_own(status):
-            file.close()
-            raise PermissionError(errno.EPERM, "no plain file of this user's", name)
-        return file
+        return os.fdopen(self._open_plain(name, _FILE | os.O_RDONLY | os.O_NONBLOCK), "rb")
 
     def read(self, name: str, most: int) -> bytes:
         """Return the content of a regular file, opened as by `open`. Raises OSError if it is larger than

@@ -17,7 +17,7 @@ from holdfast._core.store.base import NotFound, Store
 from holdfast.errors import CorruptCheckpoint
 
 
-class Elements(NamedTuple):
+class BoxElements(NamedTuple):
     """The elements of a box in the dtype of a comparison."""
 
     data: Array
@@ -30,8 +30,8 @@ class Difference(NamedTuple):
     """A box in which two places differ."""
 
     box: Box
-    a: Elements
-    b: Elements
+    a: BoxElements
+    b: BoxElements
 
     def by_element(self) -> Array:
         """Return for each element, row-major, whether it differs."""
@@ -43,7 +43,7 @@ class Difference(NamedTuple):
         return differ
 
 
-def differences(box: Box, itemsize: int, *reads: Callable[[Box], Elements]) -> Iterator[Difference]:
+def differences(box: Box, itemsize: int, *reads: Callable[[Box], BoxElements]) -> Iterator[Difference]:
     """Compare a box, which `reads` read from either place. Yield the slabs that differ."""
     for part in slabs(box, itemsize):
         a, b = (read(part) for read in reads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast._core.format.names import INDEX
-from holdfast._core.io.index_file import nothing_there
+from holdfast._core.store.absence import nothing_there
 from holdfast._core.store.base import Folder, Store
 from holdfast._core.store.local import open_store
 from holdfast._core.store.run_folder import committed_steps, step_folders

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from holdfast.errors import CorruptCheckpoint
 
@@ -43,11 +43,15 @@ def bounded_memory(where: str) -> Iterator[None]:
         ) from None
 
 
+class _HasWhere(Protocol):
+    where: str
+
+
 def in_bounded_memory(method: Callable[..., _Result]) -> Callable[..., _Result]:
     """Run a method inside `bounded_memory`, for an object whose `where` names what it reads."""
 
     @wraps(method)
-    def bounded(self: Any, *args: object, **named: object) -> _Result:
+    def bounded(self: _HasWhere, *args: object, **named: object) -> _Result:
         with bounded_memory(self.where):
             return method(self, *args, **named)
 

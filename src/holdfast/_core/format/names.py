@@ -155,7 +155,7 @@ METADATA = ".metadata"
 (`is_marker`)."""
 MARKER = "THIS_IS_A_HOLDFAST_CHECKPOINT__LOAD_IT_WITH_holdfast.dcp.load"
 """The file that the `.metadata` of a Holdfast checkpoint refers to, for tools that look for one
-(`holdfast._frameworks.dcp_metadata` writes it); no such file exists."""
+(`holdfast._frameworks.torch_dcp.metadata` writes it); no such file exists."""
 MARKER_HEAD = 4096
 """The file name is within this many bytes from the start of a `.metadata`."""
 COMMON_FILE = "common.pt"

@@ -2,7 +2,7 @@
 
 A pickle is a program for a machine with a stack and a memo (values that it may refer to again). This is that
 machine, for the opcodes that torch and megatron-core write (protocols 2 to 5); `pickletools` of the standard
-library documents each of them. A name becomes a `Global`, an instance or a call becomes a `Record`, unless a
+library documents each of them. A name becomes a `Global`, an instance or a call a `PickledObject`, unless a
 subclass of `PickleReader` decides otherwise.
 
 The length of the input limits time and memory, whatever the input contains:
@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+
+from holdfast._core.format.pickle_opcodes import METHODS
 
 MARKS = 1000
 """Limit of nested marks: far more than `.metadata` or a state dict has."""
@@ -40,7 +42,7 @@ class BadPickle(ValueError):
 
 class Global:
     """A name that a pickle refers to. `make` returns the value of a call of it; without `make`, a call
-    becomes a Record."""
+    becomes a PickledObject."""
 
     __slots__ = ("make", "module", "name")
 
@@ -53,7 +55,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-class Record:
+class PickledObject:
     """An instance or a call: the class or function, its arguments, and the state."""
 
     __slots__ = ("args", "kind", "state")
@@ -100,11 +102,11 @@ class PickleReader:
         """Return the value of `kind(*args)`."""
         if type(kind) is not Global or type(args) is not tuple:
             raise BadPickle("it calls what is no name")
-        return Record(kind, args) if kind.make is None else kind.make(args)
+        return PickledObject(kind, args) if kind.make is None else kind.make(args)
 
     def build(self, target: object, state: object) -> None:
         """Set an instance's state; drop the attributes of a dict."""
-        if isinstance(target, Record):
+        if isinstance(target, PickledObject):
             target.state = state
         elif type(target) is not dict:
             raise BadPickle("it gives a state to what has none")
@@ -123,7 +125,7 @@ class PickleReader:
         """Raise BadPickle for keys that could be chosen to have equal hashes: dict operations would take
         quadratic time. Text is safe, because its hash is salted per process."""
         small = type(key) is int and -SMALL < key < SMALL
-        if not small and key is not None and type(key) not in (Record, bool):
+        if not small and key is not None and type(key) not in (PickledObject, bool):
             raise BadPickle(f"a key in it is a {type(key).__name__}, or a large number")
 
     def persistent(self, about: object) -> object:
@@ -137,7 +139,7 @@ class PickleReader:
         # An operation takes the position of its arguments, and returns that of the next operation. The loop
         # is hot (millions of operations for the metadata of a large model), so methods are bound once per
         # pickle.
-        table = [getattr(self, name) for name in _NAMES]
+        table = [getattr(self, name) for name in METHODS]
         data, position = self._data, 0
         try:
             while True:
@@ -384,21 +386,3 @@ _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 _NUMBERS = {ord(code): struct.Struct(form) for code, form in (("M", "<H"), ("J", "<i"), ("G", ">d"))}
 _OPERATIONS = range(4096)
 """Operations between two checks of the room for containers."""
-# Absent, and so refused, because torch does not write them: the text forms of protocol 0 (except for names),
-# extensions, out-of-band buffers, and lengths of eight bytes.
-_OPCODES = {
-    b".": "_stop",
-    b"\x80": "_protocol", b"\x95": "_frame",
-    b"\x94": "_memoize", b"q": "_binput", b"r": "_long_binput", b"h": "_binget", b"j": "_long_binget",
-    b"N": "_constant", b"\x88": "_constant", b"\x89": "_constant",
-    b"K": "_binint1", b"M": "_number", b"J": "_number", b"\x8a": "_long1", b"G": "_number",
-    b"\x8c": "_short_text", b"X": "_long_text", b"U": "_short_text",
-    b"C": "_short_bytes", b"B": "_long_bytes", b"(": "_mark",
-    b")": "_empty_tuple", b"t": "_tuple", b"\x85": "_tuple1", b"\x86": "_tuple2", b"\x87": "_tuple3",
-    b"]": "_empty_list", b"a": "_append", b"e": "_appends",
-    b"\x8f": "_empty_set", b"\x90": "_add_items", b"\x91": "_frozenset",
-    b"}": "_empty_dict", b"s": "_setitem", b"u": "_setitems",
-    b"c": "_global", b"\x93": "_stack_global",
-    b"R": "_call", b"\x81": "_new", b"b": "_build", b"Q": "_persistent",
-}  # fmt: skip
-_NAMES = [_OPCODES.get(bytes([code]), "_unknown") for code in range(256)]

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _PICKLING: dict[str, tuple[object, ...]] = {
     # The second is what `dataclass(frozen=True, slots=True)` adds.
@@ -59,10 +59,11 @@ def is_record(value: object) -> bool:
     return getattr(value, "__dict__", {}).keys() <= {field.name for field in dataclasses.fields(kind)}
 
 
-def fields_of(value: Any) -> list[tuple[str, object]]:
+def fields_of(value: object) -> list[tuple[str, object]]:
     """Return the fields of a record that are set, in their order."""
     if isinstance(value, tuple):
         return [*zip(type(value)._fields, value, strict=True)]  # type: ignore[attr-defined]
+    assert dataclasses.is_dataclass(value)
     return [
         (one.name, getattr(value, one.name)) for one in dataclasses.fields(value) if hasattr(value, one.name)
     ]
@@ -79,7 +80,7 @@ def taken_apart(value: object) -> Record | None:
     return None
 
 
-def put_together(record: Record, kind: type[Any]) -> object:
+def put_together(record: Record, kind: type) -> object:
     """Create a value of a class from its parts. Raises OtherFields if the class has other fields."""
     names = [name for name, _ in record.parts]
     if record.kind == "enum" and issubclass(kind, enum.Enum):

@@ -19,7 +19,7 @@ CHECKPOINT, PUBLISHED = "checkpoint", "published"
 """Kinds of sources: a Holdfast checkpoint, a folder of the Hugging Face hub."""
 
 
-class Origin(msgspec.Struct, frozen=True):
+class SliceOrigin(msgspec.Struct, frozen=True):
     """The source of a slice, and the ranks that it was fetched for."""
 
     identity: str
@@ -39,10 +39,10 @@ class Origin(msgspec.Struct, frozen=True):
         return f"ranks {self.ranks} of {self.grid}"
 
 
-def read_origin(about: Mapping[str, object], where: str) -> Origin:
+def read_origin(about: Mapping[str, object], where: str) -> SliceOrigin:
     """Return the origin in an index's `about`; CorruptCheckpoint if there is none."""
     try:
-        origin = msgspec.convert(about.get(ABOUT), ready(Origin))
+        origin = msgspec.convert(about.get(ABOUT), ready(SliceOrigin))
     except msgspec.ValidationError as error:
         raise CorruptCheckpoint(
             f"{where} does not say what it was fetched from: {shortened(str(error))}."

@@ -9,6 +9,7 @@ import fractions
 import io
 import pathlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 Parts = tuple[object, ...]
@@ -27,12 +28,8 @@ def _fraction(numerator: int, denominator: int) -> fractions.Fraction:
     return fractions.Fraction(numerator, denominator)
 
 
-def _datetime(*parts: Any) -> datetime.datetime:
-    return datetime.datetime(*parts[:-1], fold=parts[-1])
-
-
-def _time(*parts: Any) -> datetime.time:
-    return datetime.time(*parts[:-1], fold=parts[-1])
+def _with_fold(kind: Callable[..., object], *parts: object) -> object:
+    return kind(*parts[:-1], fold=parts[-1])
 
 
 PARTS: dict[type, Callable[[Any], Parts]] = {
@@ -56,8 +53,8 @@ MAKE: dict[str, Callable[..., object]] = {
     **{kind.__name__: kind for kind in PARTS},
     "BytesIO": _buffer,
     "Fraction": _fraction,
-    "datetime": _datetime,
-    "time": _time,
+    "datetime": partial(_with_fold, datetime.datetime),
+    "time": partial(_with_fold, datetime.time),
     # A path of another operating system becomes a path of this one.
     "PosixPath": pathlib.Path,
     "WindowsPath": pathlib.Path,

@@ -13,12 +13,19 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast._core.base.collector import collector_paused
 from holdfast._core.format.columns import Columns, ForeignChunk, foreign_columns
 from holdfast._core.format.limits import OBJECT_BYTES, bounded_memory, check_size
-from holdfast._core.format.pickle_reader import BadPickle, Global, PickleReader, Record, empty_dict, first
+from holdfast._core.format.pickle_reader import (
+    BadPickle,
+    Global,
+    PickledObject,
+    PickleReader,
+    empty_dict,
+    first,
+)
 from holdfast._core.format.tensor_archive import Chunk, ChunkLocation
 from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import CODE_OF, OBJECT, TENSOR, TensorSpec, dtype_code
@@ -90,23 +97,26 @@ def read_metadata(data: bytes, where: str) -> list[MetadataEntry]:
         ) from None
 
 
-def _described(metadata: object, length: int) -> dict[str, dict[str, Any]]:
+def _described(metadata: object, length: int) -> dict[str, dict[str, object]]:
     """Return the fields of each name, sorted. Lists of chunks may be shared, but all together may not have
     more chunks than the pickle has bytes (`length`)."""
     if type(metadata) is not dict or not all(type(name) is str for name in metadata):
         raise BadPickle("it describes no tensors")
-    described: dict[str, dict[str, Any]] = {name: _state(metadata[name]) for name in sorted(metadata)}
-    chunks = [fields["chunks"] for fields in described.values() if "chunks" in fields]
-    if not all(isinstance(some, list) for some in chunks):
-        raise BadPickle("it describes chunks that are no list")
-    if sum(map(len, chunks)) > length:
+    described: dict[str, dict[str, object]] = {name: _state(metadata[name]) for name in sorted(metadata)}
+    count = 0
+    for fields in described.values():
+        chunks = fields.get("chunks", [])
+        if not isinstance(chunks, list):
+            raise BadPickle("it describes chunks that are no list")
+        count += len(chunks)
+    if count > length:
         raise BadPickle("it describes more chunks than its length can pay for")
     return described
 
 
 def _state(record: object) -> dict[str, object]:
     """Return the fields of a record."""
-    if type(record) is not Record or not (record.state is None or type(record.state) is dict):
+    if type(record) is not PickledObject or not (record.state is None or type(record.state) is dict):
         raise BadPickle("a part of it is of another kind than it should be")
     return record.state or {}
 
@@ -146,7 +156,7 @@ def _dims(values: object) -> tuple[int, ...]:
 
 
 def _entry(
-    name: str, fields: dict[str, Any], stored: dict[bytes | None, object], where: str
+    name: str, fields: dict[str, object], stored: dict[bytes | None, object], where: str
 ) -> MetadataEntry:
     """Return the entry of a name, with the position of each of its chunks; an object has none."""
     if "chunks" not in fields:
@@ -156,8 +166,9 @@ def _entry(
     shape, dtype = _dims(fields.get("size")), _dtype(fields.get("properties"))
     if math.prod(max(side, 1) for side in shape) > _MOST_ELEMENTS:
         raise BadPickle(f"{name[:200]!r} has the shape {list(shape)}")
-    chunks = []
-    for part in fields["chunks"]:
+    chunks, parts = [], fields["chunks"]
+    assert isinstance(parts, list)  # `_described` checks it
+    for part in parts:
         about = _state(part)
         offset, size = _dims(about.get("offsets")), _dims(about.get("sizes"))
         if 0 in size:
@@ -171,7 +182,7 @@ def _entry(
 
 
 def _dtype(properties: object) -> str:
-    if type(properties) is not Record:
+    if type(properties) is not PickledObject:
         raise BadPickle("a tensor has no properties")
     state = properties.state
     # TensorProperties pickles itself as a tuple that begins with the dtype, because torch.memory_format can't

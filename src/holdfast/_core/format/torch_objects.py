@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ def allowing(kinds: Iterable[Allowed]) -> Iterator[None]:
             _also.remove(kind)
 
 
-def allowed() -> dict[str, Any]:
+def allowed() -> dict[str, Callee]:
     """Return the classes and functions that pickles may call in this process, by their names in pickles."""
     kinds = (*torch.serialization.get_safe_globals(), *_also)
     pairs = (kind if isinstance(kind, tuple) else (kind, _path(kind)) for kind in kinds)
@@ -78,7 +78,7 @@ def allowed_class(path: str) -> type | None:
     return kind if isinstance(kind, type) else None
 
 
-def _path(kind: Any) -> str:
+def _path(kind: Callee) -> str:
     return _named(kind.__module__, kind.__qualname__)
 
 
@@ -155,21 +155,21 @@ class _Objects(PickleReader):
         return self._make(*self._makers[id(kind)], args)
 
     def _new(self, position: int) -> int:
-        kind: Any = self._stack[-2]
-        if not self._is_class(kind):
-            return self._call(position)
-        self._room -= 1
-        args = self._stack.pop()
-        self._stack[-1] = self._make(_path(kind), partial(kind.__new__, kind), args)
-        return position
+        kind = self._stack[-2]
+        if self._is_class(kind):
+            self._room -= 1
+            args = self._stack.pop()
+            self._stack[-1] = self._make(_path(kind), partial(kind.__new__, kind), args)
+            return position
+        return self._call(position)
 
-    def build(self, target: Any, state: object) -> None:
+    def build(self, target: object, state: object) -> None:
         if self._is_class(type(target)) or isinstance(target, np.ndarray | np.dtype):
             self._make(f"{_path(type(target))}.__setstate__", partial(_set_state, target), (state,))
         else:
             super().build(target, state)
 
-    def _is_class(self, kind: object) -> bool:
+    def _is_class(self, kind: object) -> TypeGuard[type]:
         """Return whether pickles contain instances of this class."""
         return isinstance(kind, type) and (kind in _CLASSES or kind in self._users.values())
 
@@ -260,18 +260,18 @@ def _bytes(content: object = b"", encoding: str = "") -> bytes:
     raise TypeError("it is no content")
 
 
-def _dtype(code: str, align: object, copy: object) -> np.dtype[Any]:
+def _dtype(code: str, align: object, copy: object) -> np.dtype[np.generic]:
     dtype = np.dtype(code, copy=True)  # a new one, which is given a state
     if dtype.kind not in "biufc":
         raise _NoNumbers(f"it has a NumPy array of {dtype} in it")
     return dtype
 
 
-def _scalar(dtype: np.dtype[Any], content: bytes) -> object:
+def _scalar(dtype: np.dtype[np.generic], content: bytes) -> object:
     return np.frombuffer(content, dtype).reshape(())[()]
 
 
-def _set_state(target: Any, state: Any) -> None:
+def _set_state(target: object, state: Any) -> None:
     """Give an instance its state, as pickle does."""
     # NumPy does not check a dtype's size, alignment and flags, nor the signs of a shape; wrong ones crash.
     if isinstance(target, np.dtype) and (state[0], *state[2:]) != (3, None, None, None, -1, -1, 0):
@@ -297,7 +297,7 @@ def _sparse(layout: torch.layout, parts: tuple[Any, ...]) -> torch.Tensor:
     return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=True)
 
 
-def _on_cpu(make: Callee, *args: Any) -> object:
+def _on_cpu(make: Callee, *args: object) -> object:
     """Make a tensor whose last arguments are a device and requires_grad."""
     return make(*args[:-2], "cpu", args[-1])
 
@@ -310,8 +310,8 @@ _NEVER = ("sys", "os", "posix", "nt")
 """Modules whose functions are never called, even if allowed; as in torch."""
 _CLASSES = (argparse.Namespace, OrderedDict)
 """Classes whose instances may be in pickles, besides those that the process allows."""
-_numpy: Any = import_module("numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core")
-_MADE: dict[Any, Any] = {
+_numpy = import_module("numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core")
+_MADE: dict[Callee, Callee] = {
     **dict.fromkeys((np.ndarray, np.float64, np.float32, np.int64, np.int32, np.bool_), _never),
     **dict.fromkeys((argparse.Namespace, torch.Tensor, torch.nn.Parameter, torch.UntypedStorage), _never),
     codecs.encode: _bytes,

@@ -10,11 +10,12 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import compress
 from operator import ne
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from holdfast._core.base.options import Options
+from holdfast._core.base.values import Message
 from holdfast._core.format.columns import Array, Columns, expand_ranges, unpad
 from holdfast._core.format.container import encode_header
 from holdfast._core.format.digest import block_counts, digest, digest_many
@@ -32,7 +33,7 @@ CHUNKS_PER_FILE = 200_000
 """Limit of chunks, so that the header stays below DATA_HEADER_BYTES with names of up to 400 bytes."""
 
 
-About = dict[str, Any]
+About = Message
 """Metadata of a data file: attempt, step, grid, notes, ranks. JSON values."""
 Witnessed = dict[tuple[int, bytes], tuple[int, int]]
 """(block, digest) of witnesses, by `witness_key`."""

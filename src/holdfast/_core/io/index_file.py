@@ -7,15 +7,8 @@ from contextlib import closing, contextmanager
 
 from holdfast._core.format.index import Index
 from holdfast._core.format.names import INDEX
-from holdfast._core.store.absence import explain_absence
+from holdfast._core.store.absence import nothing_there
 from holdfast._core.store.base import NotFound, Reader, Store
-from holdfast.errors import NotCommitted
-
-
-def nothing_there(store: Store) -> NotCommitted:
-    """Return the error for a folder without a checkpoint, which explains what the folder contains."""
-    sentence, hint = explain_absence(store)
-    return NotCommitted(sentence, hint=hint)
 
 
 @contextmanager

@@ -5,70 +5,84 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from importlib import import_module
-from typing import Any
 
 import numpy as np
 
+from holdfast._core.base.values import Message
 from holdfast._core.format import tensor_archive, torch_dist
 from holdfast._core.format.columns import ITEMSIZE, Array, Columns
 from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.format.index import Index
 from holdfast._core.format.limits import METADATA_BYTES
-from holdfast._core.format.names import IMPORTED_MODEL, METADATA, SLICE, is_marker
+from holdfast._core.format.names import IMPORTED_MODEL, INDEX, METADATA, SLICE, is_marker
 from holdfast._core.format.slice import CHECKPOINT, read_origin
-from holdfast._core.io.index_file import open_index
+from holdfast._core.io import registered_openers
 from holdfast._core.io.open_files import OnDemand, OpenFiles
 from holdfast._core.io.slice import Slice
 from holdfast._core.io.small_files import read_file
 from holdfast._core.io.source import Source
 from holdfast._core.layout.tensor import OBJECT, dtype_code
+from holdfast._core.store.absence import nothing_there
 from holdfast._core.store.base import NotFound, Reader, Store
-from holdfast.errors import CorruptCheckpoint, NotCommitted
+from holdfast.errors import CorruptCheckpoint
 
 
 @contextmanager
 def open_source(store: Store) -> Iterator[Source]:
     """Open the checkpoint in a folder, and close it afterwards. NotCommitted if there is none."""
     with ExitStack() as opened:
-        source: Source | None
-        try:
-            # The Holdfast index comes first: a folder with both is a Holdfast checkpoint with a marker for
-            # tools of DCP.
-            index = opened.enter_context(open_index(store))
-            notes = index.about.get("notes")
-            imported = isinstance(notes, dict) and notes.get("imported") == IMPORTED_MODEL
-            source = _published(store, index) if imported else index
-        except NotCommitted:
-            fetched = _open_slice(store, opened)
-            metadata = read_file(store, METADATA, METADATA_BYTES) if fetched is None else None
-            if fetched is not None and read_origin(fetched.about, fetched.where).kind == CHECKPOINT:
-                source = Slice(fetched)
-            elif metadata is not None and not is_marker(metadata):
-                source = opened.enter_context(closing(TorchDist(store, metadata)))
-            else:
-                source = _published(store, fetched)
-            if source is None:  # the error of `open_index` explains what is in the folder instead
-                raise
-        assert source is not None
-        yield source
+        yield choose_source(store, opened)
 
 
-def _published(store: Store, index: Index | None) -> Source | None:
-    """Open the published model that an index describes or, without an index, the one in a folder.
+def choose_source(store: Store, opened: ExitStack) -> Source:
+    """Return the source of the checkpoint in a folder. Its files are closed with `opened`. NotCommitted if
+    there is none."""
+    # The index first: a folder that has one, and `.metadata`, is a Holdfast checkpoint with a marker for
+    # tools of DCP.
+    for find in (_checkpoint, _slice, _torch_dist, _registered):
+        source = find(store, opened)
+        if source is not None:
+            return source
+    raise nothing_there(store)
 
-    Imported by name, and only here: the core must not depend on the packages for published models.
-    """
-    source: Source | None = import_module("holdfast._models.views.sources").open_published(store, index)
-    return source
+
+def _checkpoint(store: Store, opened: ExitStack) -> Source | None:
+    """Return the Holdfast checkpoint, or the published model that was imported as one."""
+    index = _index(store, INDEX, opened)
+    notes = index.about.get("notes") if index is not None else None
+    imported = isinstance(notes, dict) and notes.get("imported") == IMPORTED_MODEL
+    return _registered(store, opened, index) if imported else index
 
 
-def _open_slice(store: Store, opened: ExitStack) -> Index | None:
+def _slice(store: Store, opened: ExitStack) -> Source | None:
+    """Return the parts of a checkpoint, or of a published model, that were fetched."""
+    index = _index(store, SLICE, opened)
+    if index is None:
+        return None
+    kind = read_origin(index.about, index.where).kind
+    return Slice(index) if kind == CHECKPOINT else _registered(store, opened, index)
+
+
+def _torch_dist(store: Store, opened: ExitStack) -> Source | None:
+    """Return the checkpoint of torch DCP or megatron-core."""
+    metadata = read_file(store, METADATA, METADATA_BYTES)
+    if metadata is None or is_marker(metadata):
+        return None
+    return opened.enter_context(closing(TorchDist(store, metadata)))
+
+
+def _registered(store: Store, opened: ExitStack, index: Index | None = None) -> Source | None:
+    """Return the source of a registered format."""
+    sources = (open_registered(store, index) for open_registered in registered_openers())
+    return next((source for source in sources if source is not None), None)
+
+
+def _index(store: Store, name: str, opened: ExitStack) -> Index | None:
     try:
-        reader = opened.enter_context(closing(store.open(SLICE)))
+        reader = opened.enter_context(closing(store.open(name)))
     except NotFound:
         return None
-    return Index(reader.read, reader.size, f"{store.url}/{SLICE}")
+    return Index(reader.read, reader.size, f"{store.url}/{name}")
 
 
 class TorchDist:
@@ -80,7 +94,7 @@ class TorchDist:
     def __init__(self, store: Store, metadata: bytes) -> None:
         self.where = f"{store.url}/{METADATA}"
         self.identity = hex_digest(digest(metadata))
-        self.about: dict[str, Any] = {"step": None}
+        self.about: Message = {"step": None}
         self._store = store
         self._entries = torch_dist.read_metadata(metadata, self.where)
         self._row = {entry.name: row for row, entry in enumerate(self._entries)}

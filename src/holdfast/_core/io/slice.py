@@ -7,8 +7,8 @@ before anything is read (`file_reader.plan_read`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from holdfast._core.base.values import Message
 from holdfast._core.format.columns import Array, Columns
 from holdfast._core.format.index import Index
 from holdfast._core.format.slice import read_origin
@@ -23,7 +23,7 @@ class IndexSource:
     def __init__(self, index: Index) -> None:
         self.index = index
         self.where, self.identity, self.tensors = index.where, index.identity, index.tensors
-        self.about: dict[str, Any] = index.about
+        self.about: Message = index.about
 
     @property
     def bytes_read(self) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from holdfast._core.base.values import Message
 from holdfast._core.format.columns import Array, Columns
 from holdfast._core.plan.shard_table import ShardTable
 
@@ -15,7 +16,7 @@ class Source(Protocol):
 
     where: str
     identity: str
-    about: dict[str, Any]
+    about: Message
     object_prefix: bytes
     """Prefix that an object's bytes need for `objects.decode`."""
     fetched_for: str

@@ -14,6 +14,7 @@ from holdfast._core.loading.stored_checkpoint import StoredCheckpoint
 from holdfast._core.protocol.call import begin_call
 from holdfast._core.protocol.job import Job, job_of
 from holdfast._core.state.flatten import flatten
+from holdfast._core.state.live import State
 from holdfast._core.store.base import Folder
 from holdfast._core.store.local import open_store
 from holdfast.errors import BadInput
@@ -43,7 +44,7 @@ def load(
     cast: bool | torch.dtype = False,
     rename: Rename | None = None,
     lazy: bool = False,
-) -> dict[str, Any]: ...
+) -> State: ...
 
 
 def load(
@@ -58,7 +59,7 @@ def load(
     on_shape: str = RAISE,
     lazy: bool = False,
     job: Job | None = None,
-) -> LoadReport | dict[str, Any]:
+) -> LoadReport | State:
     """Load a checkpoint into a state, in place; the layout may differ from the one that saved it.
 
     Tensors are overwritten in place, objects are replaced in their dict or list, and `load_state_dict` of

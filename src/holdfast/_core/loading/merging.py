@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +24,8 @@ from holdfast._core.loading.boxes import Wanted, read_boxes
 from holdfast._core.loading.request import LoadRequest
 from holdfast._core.state.flatten import flatten
 from holdfast._core.state.from_names import joined
-from holdfast._core.state.leaf import Leaf, Rule
-from holdfast._core.state.live import ParameterState, Rest
+from holdfast._core.state.leaf import Leaf, MergeRule
+from holdfast._core.state.live import ParameterState, Rest, State
 from holdfast._core.state.memory import Part
 from holdfast._core.state.subclasses import is_one_object
 from holdfast._core.state.tensors import PerRank, Shard
@@ -75,7 +74,7 @@ def merge_ranks(
     return made
 
 
-def _base(rule: Rule) -> str:
+def _base(rule: MergeRule) -> str:
     return rule.name.rpartition("@")[0]
 
 
@@ -99,7 +98,7 @@ def _saved_by_these(index: Source, request: LoadRequest, saved: Iterable[int]) -
 def _merge(
     index: Source,
     request: LoadRequest,
-    rule: Rule,
+    rule: MergeRule,
     own: Mapping[str, int],
     leaves: Sequence[Leaf],
     stored: Mapping[int, Mapping[str, str]],
@@ -173,7 +172,7 @@ def _read(
         }
 
 
-def _plain(value: Any, states: Mapping[int, object]) -> Any:
+def _plain(value: object, states: Mapping[int, object]) -> object:
     """Return a value in which stateful values are replaced by their states."""
     value = states.get(id(value), value)
     if isinstance(value, Mapping):
@@ -185,7 +184,7 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not is_one_object(value)
 
 
-def _check(new: Mapping[str, Any], present: Mapping[str, Any], cast: bool) -> None:
+def _check(new: State, present: State, cast: bool) -> None:
     """Raise TypeError for values that can't replace the present ones."""
     lacking, more = sorted(present.keys() - new.keys()), sorted(new.keys() - present.keys())
     if lacking or more:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from holdfast._core.base.values import Json
 from holdfast._core.format.columns import Array, Columns
 from holdfast._core.format.limits import bounded_memory
 from holdfast._core.io.file_reader import ReadPlan, plan_read
@@ -71,7 +72,7 @@ class LoadPlan(NamedTuple):
     """Names that were skipped because the stored shape differs."""
     rows_asked: int
     names_stored: int
-    step: Any
+    step: Json
 
 
 def plan_load(

@@ -13,7 +13,7 @@ from holdfast._core.format.names import without_rank
 from holdfast._core.io.renamed import mapping_that_fits
 from holdfast._core.layout.tensor import counted, listed
 from holdfast._core.loading.request import LoadRequest
-from holdfast._core.protocol.messages import HaveRead, Rest
+from holdfast._core.protocol.messages import HaveRead, LoadRest
 from holdfast._core.state.leaf import Leaf
 from holdfast.errors import LoadFailed, MissingTensors
 
@@ -34,7 +34,7 @@ class Stored(NamedTuple):
 
 def compare(
     stored: Stored, reports: dict[int, HaveRead], request: LoadRequest, leaves: Iterable[Leaf]
-) -> Rest:
+) -> LoadRest:
     """Committer: compute the rest of a load.
 
     leaves: of this rank's state.
@@ -75,7 +75,7 @@ def compare(
         _refuse_gone(where, [name for name in unasked if without_rank(name) in bases[False] - {None}])
     # Other ranks' values of an optional per-rank value may be dropped without a report.
     unasked = [name for name in unasked if without_rank(name) not in bases[True] - {None}]
-    return Rest(tuple(unasked[:TOLD]), len(unasked), kept[:KEPT])
+    return LoadRest(tuple(unasked[:TOLD]), len(unasked), kept[:KEPT])
 
 
 def _unasked(stored: Stored, reports: dict[int, HaveRead]) -> list[str]:
@@ -113,7 +113,7 @@ def remedy(mapping: dict[str, str], fits: int, missing: int) -> str:
     return f"holdfast.load(rename={mapping!r}) fits {fits} of these {missing} names." if mapping else ""
 
 
-def warn(where: str, rest: Rest, total: int) -> None:
+def warn(where: str, rest: LoadRest, total: int) -> None:
     """Log the rest of a load as a warning, in one line."""
     sentences = []
     if rest.unasked:

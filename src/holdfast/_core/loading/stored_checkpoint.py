@@ -13,8 +13,9 @@ from weakref import finalize
 import numpy as np
 import torch
 
+from holdfast._core.base.values import Json
 from holdfast._core.format import objects
-from holdfast._core.format.columns import tied_rows
+from holdfast._core.format.columns import Array, tied_rows
 from holdfast._core.format.limits import bounded_memory
 from holdfast._core.io.open_checkpoint import open_source
 from holdfast._core.io.renamed import Rename, Renamed, check_rename
@@ -29,15 +30,17 @@ from holdfast._core.layout.tensor import (
     nearest,
 )
 from holdfast._core.loading.boxes import Wanted, fill_boxes, read_boxes
+from holdfast._core.loading.version import file_missing, is_still_there
+from holdfast._core.state.live import State
 from holdfast._core.state.memory import torch_dtype
 from holdfast._core.state.structure import nest
 from holdfast._core.store.base import Folder, NotFound
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
-from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError, MissingTensors, Replaced
+from holdfast.errors import BadInput, MissingTensors, Replaced
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import DTypeLike
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
@@ -80,7 +83,7 @@ class StoredTensor:
         box, steps = _box(index, self.spec)
         return self._checkpoint.read_boxes([Wanted(self.spec, box, self.spec.dtype)])[0][steps]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError(f"{self.name!r} is read from storage, so there is nothing to share.")
         return np.asarray(self[...].numpy(), dtype=dtype)
@@ -119,7 +122,7 @@ class StoredCheckpoint(Mapping[str, Any]):
         return step if isinstance(step, int) else None
 
     @property
-    def notes(self) -> Any:
+    def notes(self) -> Json:
         """The `notes` argument of the save."""
         return self._source.about.get("notes")
 
@@ -161,12 +164,12 @@ class StoredCheckpoint(Mapping[str, Any]):
                 spec.name: prefix + data.numpy().tobytes() for spec, data in zip(specs, contents, strict=True)
             }
 
-    def decoded(self, name: str, data: bytes) -> Any:
+    def decoded(self, name: str, data: bytes) -> object:
         """Return the value of an object. LoadFailed if its type is not allowed."""
         with bounded_memory(f"The object {name!r} of {self.path}"):
             return objects.decode(data, name)
 
-    def read(self, prefix: str = "", dtype: torch.dtype | None = None) -> dict[str, Any]:
+    def read(self, prefix: str = "", dtype: torch.dtype | None = None) -> State:
         """Read all values below a prefix, with the prefix removed from their names, as for
         `Module.load_state_dict`.
 
@@ -186,7 +189,7 @@ class StoredCheckpoint(Mapping[str, Any]):
             )
         return {name[len(start) :]: value for name, value in self._values(names, dtype).items()}
 
-    def nested(self, patterns: Patterns, dtype: torch.dtype | None, lazy: bool) -> dict[str, Any]:
+    def nested(self, patterns: Patterns, dtype: torch.dtype | None, lazy: bool) -> State:
         """Read the values that patterns select, as nested dicts (`holdfast.load` without a state).
 
         dtype: as of `read`. lazy: tensors as StoredTensor.
@@ -199,7 +202,7 @@ class StoredCheckpoint(Mapping[str, Any]):
             raise BadInput(f"cast={dtype} is for tensors that are read at once, so not with lazy=True.")
         return nest(self._values(names, dtype, lazy))
 
-    def _values(self, names: Sequence[str], dtype: torch.dtype | None, lazy: bool = False) -> dict[str, Any]:
+    def _values(self, names: Sequence[str], dtype: torch.dtype | None, lazy: bool = False) -> State:
         # All at once: each selection reads and verifies parts of the index.
         specs, tied = self._described(names)
         tensors = [spec for spec in specs if spec.kind != OBJECT and spec.name not in tied]
@@ -244,23 +247,13 @@ class StoredCheckpoint(Mapping[str, Any]):
         try:
             yield
         except NotFound as error:
-            if self._is_still_there():
-                raise CorruptCheckpoint(
-                    f"A data file of {self.path} is missing: {error.message}",
-                    hint="Load an older step, or another copy of this one.",
-                ) from None
+            if is_still_there(self._store, self._source.identity):
+                raise file_missing(self._store, error) from None
             no_locks = "" if self._pin.holds else "Its storage has no locks that keep a step for a reader. "
             raise Replaced(
                 f"{self.path} was removed or replaced while it was read.",
                 hint=no_locks + "Open it again, or a newer step.",
             ) from None
-
-    def _is_still_there(self) -> bool:
-        try:
-            with open_source(self._store) as now:
-                return now.identity == self._source.identity
-        except HoldfastError:
-            return False
 
     def close(self) -> None:
         """Close the index. Later reads fail."""

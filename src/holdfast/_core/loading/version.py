@@ -9,9 +9,9 @@ from holdfast._core.io.open_checkpoint import open_source
 from holdfast._core.io.source import Source
 from holdfast._core.protocol.messages import Chosen
 from holdfast._core.protocol.operation import Operation
-from holdfast._core.store.base import VISIBLE_WITHIN, Store
+from holdfast._core.store.base import VISIBLE_WITHIN, NotFound, Store
 from holdfast._core.store.pins import Pin
-from holdfast.errors import HoldfastError, NotCommitted, Replaced
+from holdfast.errors import CorruptCheckpoint, HoldfastError, NotCommitted, Replaced
 
 
 class Version:
@@ -41,27 +41,20 @@ class Version:
         if self._pin is not None:
             self._pin.close()
 
-    def replaced(self) -> Replaced:
-        return Replaced(
-            f"{self._store.url} was replaced or removed while rank {self._operation.context.rank} loaded it.",
-            hint="Load again.",
-        )
-
-    def is_still(self, chosen: Chosen) -> bool:
-        """Return whether the version that this load began with is still there."""
-        try:
-            with open_source(self._store) as index:
-                return index.identity == chosen.identity
-        except HoldfastError:
-            # Gone or unreadable: in both cases it is not the version that this load began with.
-            return False
-
     @contextmanager
     def open(self, chosen: Chosen) -> Iterator[Source]:
         """Open the version that the committer chose, as soon as it is visible here; a network file system may
-        show it late. Raises Replaced if there is a newer version."""
+        show it late. Raises Replaced if there is a newer version, also while it is read."""
         with self._opened:
-            yield self._source if self._source is not None else self._wait_for(chosen)
+            source = self._source if self._source is not None else self._wait_for(chosen)
+            try:
+                yield source
+            except NotFound as error:
+                # An overwrite deletes the old data once its index is in place. A missing file is damage only
+                # if the index is still the same.
+                if is_still_there(self._store, chosen.identity):
+                    raise file_missing(self._store, error) from None
+                raise self._replaced() from None
 
     def _wait_for(self, chosen: Chosen) -> Source:
         context = self._operation.context
@@ -75,9 +68,33 @@ class Version:
                 # wrong version.
                 created, before = index.about.get("created"), chosen.created
                 if isinstance(created, float) and isinstance(before, float) and created > before:
-                    raise self.replaced()
+                    raise self._replaced()
                 self._opened.close()
             self._operation.cancel.check()
             if context.clock.now() >= ends:
-                raise self.replaced()
+                raise self._replaced()
             context.clock.sleep(0.05)
+
+    def _replaced(self) -> Replaced:
+        return Replaced(
+            f"{self._store.url} was replaced or removed while rank {self._operation.context.rank} loaded it.",
+            hint="Load again.",
+        )
+
+
+def is_still_there(store: Store, identity: str) -> bool:
+    """Return whether a folder has the version with this identity."""
+    try:
+        with open_source(store) as source:
+            return source.identity == identity
+    except HoldfastError:
+        # Gone or unreadable: in both cases it is not that version.
+        return False
+
+
+def file_missing(store: Store, error: NotFound) -> CorruptCheckpoint:
+    """Return the error for a version that is still there, and lacks a file."""
+    return CorruptCheckpoint(
+        f"A data file of {store.url} is missing: {error.message}",
+        hint="Load an older step, or another copy of this one.",
+    )

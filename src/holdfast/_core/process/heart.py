@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from holdfast._core.base.threads import start_thread
 
@@ -151,7 +151,8 @@ class Heart:
             _do(self._ended.pop().close)
         assert self._selector is not None
         for key, _ in self._selector.select(pause):
-            file: Any = key.fileobj
+            file = key.fileobj
+            assert isinstance(file, socket.socket | int)
             rest = self._resting.get(file)
             if _do(key.data, is_told=rest is not None):
                 self._resting.pop(file, None)

@@ -39,7 +39,7 @@ LAST = 1.0
 """Seconds that `end` waits for the last lines to be written."""
 
 
-class Line(msgspec.Struct, omit_defaults=True):
+class EventLine(msgspec.Struct, omit_defaults=True):
     """One line of the file."""
 
     name: str
@@ -57,15 +57,15 @@ class Recorder:
     def __init__(self, folder: str, rank: int, world_size: int) -> None:
         self._run, self._folder = folder, os.path.join(folder, EVENTS)
         self._rank = rank
-        self._queue: deque[Line] = deque()
-        self._moved: Line | None = None
+        self._queue: deque[EventLine] = deque()
+        self._moved: EventLine | None = None
         """The latest progress event; it supersedes earlier ones."""
         self._lost = 0
         self._lock = threading.Lock()
         self._writer: threading.Thread | None = None
         self._has_failed = False
         who = {"world": world_size, "host": socket.gethostname(), "pid": os.getpid()}
-        self._queue.append(Line(BEGUN, time.time(), fields=who))
+        self._queue.append(EventLine(BEGUN, time.time(), fields=who))
 
     def begin(self, end: Callable[[], None]) -> None:
         """Start writing. end: the function that stops the recording; also called at process exit."""
@@ -75,7 +75,7 @@ class Recorder:
 
     def note(self, name: str, at: float, step: int | None, path: str, fields: Mapping[str, object]) -> None:
         """Queue an event for writing."""
-        line = Line(name, at, step, printable(path))
+        line = EventLine(name, at, step, printable(path))
         if "bytes_done" in fields and name != "save.staged":
             line.fields = dict(fields)
             self._moved = line
@@ -124,7 +124,7 @@ class Recorder:
         if moved is not None:
             lines.append(moved)
         if lost:
-            lines.append(Line(LOST, time.time(), fields={"events": lost}))
+            lines.append(EventLine(LOST, time.time(), fields={"events": lost}))
         if lines:
             data = msgspec.json.Encoder().encode_lines(sorted(lines, key=lambda line: line.at))
             self._writer = start_thread(lambda: self._append(data), "holdfast-events")

@@ -13,13 +13,17 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 from weakref import ref
 
+import torch.distributed as dist
+
 from holdfast._core.base.deadline import REAL_CLOCK, Clock, Deadline, Limits
 from holdfast._core.base.options import read_place
 from holdfast._core.process.exits import is_over
 from holdfast._core.protocol.job import Job, job_of, limits_of
 from holdfast._core.roster.base import Roster
 from holdfast._core.roster.memory import MemoryRoster
+from holdfast._core.roster.torch_store import TorchRoster
 from holdfast._core.store.run_folder import STEPS
+from holdfast._core.torch_private import default_store, timeout_of
 from holdfast.errors import BadInput
 
 _default: list[tuple[ref[object], Roster]] = []
@@ -87,10 +91,6 @@ def begin_call(
 
 def own_timeout(group: object) -> float:
     """Return the timeout in seconds of the collectives of a group (default: of the world); 0 if unknown."""
-    import torch.distributed as dist
-
-    from holdfast._core.torch_private import timeout_of
-
     return timeout_of(group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD) or 0.0  # type: ignore[arg-type]
 
 
@@ -100,8 +100,6 @@ def find_roster(job: Job) -> Roster:
         return job.roster
     if job.no_dist:
         return MemoryRoster()
-    import torch.distributed as dist  # here: the command line needs no ranks, and must not import torch
-
     if dist.is_available() and dist.is_initialized():
         return _roster_of_the_default_group()
     _, world_size = read_place()
@@ -116,9 +114,6 @@ def find_roster(job: Job) -> Roster:
 
 
 def _roster_of_the_default_group() -> Roster:
-    from holdfast._core.roster.torch_store import TorchRoster
-    from holdfast._core.torch_private import default_store
-
     # A weak reference, because a destroyed group must free its store, and with it the store's server.
     store = default_store()
     # One roster per store: call counters and beacons belong to a roster.

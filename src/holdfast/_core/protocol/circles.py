@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast._core.base.values import Message
 from holdfast._core.protocol.effects import Context, Look, Steps
-from holdfast._core.roster.presence import Seen, describe
+from holdfast._core.roster.lost import Seen, describe
 
 LONGEST = 8
 """Maximum number of ranks in a cycle."""

@@ -57,7 +57,7 @@ from holdfast._core.protocol.messages import (
 )
 from holdfast._core.protocol.rounds import act, agree, agree_on_replicas, collect, learn, own_answer, wait_for
 from holdfast._core.roster.base import is_foreign
-from holdfast._core.roster.presence import Seen, describe, ended_since
+from holdfast._core.roster.lost import Seen, describe, ended_since
 from holdfast._core.store.base import VISIBLE_WITHIN
 from holdfast.errors import CommitUnconfirmed, HoldfastError, RankFailed, RosterLost, from_message
 

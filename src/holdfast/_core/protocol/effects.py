@@ -25,7 +25,7 @@ from holdfast._core.protocol.messages import (
     to_message,
 )
 from holdfast._core.protocol.phases import TRANSITIONS, Transitions
-from holdfast._core.roster.presence import Seen
+from holdfast._core.roster.lost import Seen
 from holdfast._core.roster.whereabouts import Inquiry
 from holdfast.errors import HoldfastError, RankInfo
 

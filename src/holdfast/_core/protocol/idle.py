@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from holdfast._core.layout.ranks import from_progressions, ranks_text
 from holdfast._core.protocol.effects import Context, Look, Steps
 from holdfast._core.protocol.messages import RowDigest
-from holdfast._core.roster.presence import Seen
+from holdfast._core.roster.lost import Seen
 from holdfast.errors import IdleRanks, RankInfo
 
 LISTED = 8

@@ -1,7 +1,5 @@
-"""Failure detection during a wait for other ranks, and reports about long waits.
+"""Failure detection during a wait for other ranks (`roster.lost` judges them), and reports about long waits.
 
-Silence is not failure. A rank that does not arrive may be late, hold the GIL, be stopped, or block in
-storage. While its process is alive, it is waited for until the deadline, and the wait is logged.
 docs/failure-model.md has a table of what ends a wait.
 """
 
@@ -11,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from holdfast._core.base.deadline import StallTimer
 from holdfast._core.base.values import Message
 from holdfast._core.protocol.circles import Circles
 from holdfast._core.protocol.effects import Claim, Context, Late, Look, Steps, abandon
-from holdfast._core.roster.presence import Seen, describe, pace, spread
+from holdfast._core.roster.lost import Seen, Stalls, describe
+from holdfast._core.roster.presence import pace, spread
 from holdfast._core.roster.whereabouts import ASK_BEFORE
 from holdfast.errors import DeadlineExceeded, RankFailed, RankInfo
 
@@ -31,8 +29,6 @@ STALLED = "stalled"
 """Key in the details of an error: the named ranks have made no progress for `stall_timeout`."""
 COURTESY = 0.5
 """Seconds past the deadline that other ranks wait for the committer, whose error lists the missing ranks."""
-AWAY = 5.0
-"""If two polls are this many seconds further apart than planned, this process itself did not run."""
 
 
 class PeerMonitor:
@@ -60,7 +56,7 @@ class PeerMonitor:
         self.marks: dict[int, object] = {}
         self.moves = 0
         """Number of times that progress of any rank was seen."""
-        self.timers: dict[int, StallTimer] = {}
+        self.stalls = Stalls(context.limits.stall_timeout, context.clock)
         self.suspects: set[int] = set()
         """Ranks that the last poll found lost; the next poll confirms it."""
         self.circles = Circles(context)
@@ -88,10 +84,7 @@ class PeerMonitor:
             return
         context = self.context
         now = context.clock.now()
-        away = now - self.looked - self.interval
-        if away > AWAY:
-            for timer in self.timers.values():
-                timer.forgive(away)
+        self.stalls.forgive(now - self.looked - self.interval)
         self.interval = min(1.5 * self.interval, self.seldom)
         self.looked, self.next_look = now, now + self.interval
         everyone = everyone or len(ranks)
@@ -101,7 +94,8 @@ class PeerMonitor:
         self.moves += sum(goes_on)
         if any(goes_on) or context.limits.while_alive:
             context.note_progress()
-        lost = [self._describe(rank, one, one.ended) for rank, one in seen.items() if self._is_lost(one)]
+        gone = {rank: one.ended for rank, one in seen.items() if one.is_lost(context.limits.past_end)}
+        lost = [self._describe(rank, seen[rank], how) for rank, how in gone.items()]
         self.circles.broken = set()
         lost += [] if lost else (yield from self.circles.find(seen))
         stalled = [] if lost else self._stalled(seen)
@@ -134,10 +128,6 @@ class PeerMonitor:
 
     # -- what is known ------------------------------------------------------------------------------
 
-    def _is_lost(self, seen: Seen) -> bool:
-        """Return whether a rank can't arrive any more: its process has ended, or it announced its end."""
-        return bool(seen.ended) and not (self.context.limits.past_end and seen.there is not False)
-
     def _goes_on(self, rank: int, seen: Seen) -> bool:
         """Record a rank's progress in this operation: its phase, and its counts of bytes or messages. Return
         whether it has changed since the last poll."""
@@ -154,22 +144,17 @@ class PeerMonitor:
 
     def _stalled(self, seen: dict[int, Seen]) -> list[RankInfo]:
         """Return ranks without progress for `stall_timeout`, if the caller has set one."""
-        limit = self.context.limits.stall_timeout
-        if limit is None:
-            return []
         stalled = []
         for rank, one in seen.items():
-            # The stall timer of a rank starts when this rank first waits for it.
-            timer = self.timers.setdefault(rank, StallTimer(limit, self.context.clock))
             inside = one.vitals.operations.get(self.context.key) if one.vitals is not None else None
             # A rank that itself waits makes no progress: its heartbeat is enough. One that acts (it waits for
             # none in particular) may need any of the others: it has stalled if no rank goes on.
             waits = inside.get("waiting_for") if inside is not None else None
             beat = one.vitals.beat if waits and one.vitals is not None else None
-            timer.see((self.marks.get(rank), beat, self.moves if waits == [] else 0))
-            if timer.stalled():
-                quiet = f"no progress for {timer.quiet_for():.1f} s (stall_timeout)"
-                stalled.append(self._describe(rank, one, self._where(one) or quiet))
+            quiet = self.stalls.note(rank, (self.marks.get(rank), beat, self.moves if waits == [] else 0))
+            if quiet is not None:
+                why = self._where(one) or f"no progress for {quiet:.1f} s (stall_timeout)"
+                stalled.append(self._describe(rank, one, why))
         return stalled
 
     # -- what is told ---------------------------------------------------------------------------------
@@ -177,9 +162,7 @@ class PeerMonitor:
     def _ask_in_time(self, seen: dict[int, Seen], now: float) -> Steps:
         """Ask ranks that are close to a timeout for their stacks, so that the error can contain the
         answers."""
-        limit = self.context.limits.stall_timeout
-        soon = 0.0 if limit is None else limit - min(ASK_BEFORE, limit / 2)
-        missed = [rank for rank in seen if limit is not None and self.timers[rank].quiet_for() >= soon]
+        missed = [rank for rank in seen if self.stalls.is_near(rank, ASK_BEFORE)]
         if now >= self.gives_up_at - min(ASK_BEFORE, self.context.deadline.seconds / 2):
             # The error at the deadline names the ranks that the committer waits for.
             waits_for = [] if self.context.is_committer else self._waits_for(seen.get(self.context.committer))

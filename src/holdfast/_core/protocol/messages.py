@@ -146,7 +146,7 @@ class HaveRead(msgspec.Struct, frozen=True):
     """Names that it does not ask for on purpose."""
 
 
-class Rest(msgspec.Struct, frozen=True):
+class LoadRest(msgspec.Struct, frozen=True):
     """From the committer to all: what a load has left, on all ranks together."""
 
     unasked: tuple[str, ...] = ()

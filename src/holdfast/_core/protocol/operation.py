@@ -23,8 +23,8 @@ from holdfast._core.protocol.rendezvous import CallSignature, history_of, leave,
 from holdfast._core.protocol.runner import CallSteps, Cancel, perform, run
 from holdfast._core.roster.base import Roster
 from holdfast._core.roster.beacon import Presence
+from holdfast._core.roster.lost import Gone, describe, see
 from holdfast._core.roster.memory import MemoryRoster
-from holdfast._core.roster.presence import Gone, describe, see
 from holdfast._core.roster.whereabouts import Inquiry, note_caller
 from holdfast.errors import HoldfastError, IdleRanks, RankFailed, RosterLost, Unplaced
 
@@ -163,8 +163,8 @@ class Operation:
             return
         lane = self.roster.bounded()
         with suppress(RosterLost):
-            seen = see(lane, [rank])[rank]
-            if self.call.limits.past_end and seen.there is not False:
+            seen = see(lane, [rank])[rank].told(gone)
+            if not seen.is_lost(self.call.limits.past_end):
                 return
             info = describe(rank, seen, time.time(), gone.how, self.context.key)
             error = RankFailed(
@@ -175,7 +175,8 @@ class Operation:
                 hint=self.context.hint,
             )
             steps = abandon(self.context.key, self.call.rank, error)
-            standing: Any = perform(steps, lane, self.presence, Cancel())
+            standing = perform(steps, lane, self.presence, Cancel())
+            assert isinstance(standing, dict)
             if from_roster(standing, Outcome).state == "agreed":  # ranks wait for its `final`
                 lane.claim(self.context.final_key, to_message(Final(error.to_message())))
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -39,7 +39,8 @@ Report = Message | Struct
 MessageType = type[Struct]
 OF_ALL_CALLS = Before.__struct_fields__
 """Fields of the protocol in a message of a task."""
-Decide = Callable[[dict[int, Any]], Any]
+R = TypeVar("R", bound=Report)
+Decide = Callable[[dict[int, R]], object]
 """The committer's decision function: reports by rank -> decision."""
 FEWEST, MOST = 8, 64
 """Batch size of the committer's reads of reports: after a wait, and at most while all are present."""
@@ -61,8 +62,8 @@ _DUTIES = {
 def own_answer(
     context: Context,
     topic: str,
-    mine: Report,
-    decide: Decide,
+    mine: R,
+    decide: Decide[R],
     ranks: Sequence[int],
     kind: MessageType | None = None,
 ) -> Steps:
@@ -83,7 +84,7 @@ def own_answer(
 
 
 def agree(
-    context: Context, topic: str, mine: Report, decide: Decide, heard: dict[int, Any] | None = None
+    context: Context, topic: str, mine: R, decide: Decide[R], heard: dict[int, R] | None = None
 ) -> Steps:
     """Run the last round of a call, whose decision is the outcome. Return its value on every rank.
 
@@ -168,10 +169,10 @@ def act(context: Context, job: TaskActions) -> Steps:
 def collect(
     context: Context,
     topic: str,
-    mine: Report,
+    mine: R,
     ranks: Sequence[int],
     poll: Callable[[], object] = lambda: None,
-    instead: Callable[[dict[int, Any], Sequence[int]], Steps] | None = None,
+    instead: Callable[[dict[int, R], Sequence[int]], Steps] | None = None,
 ) -> Steps:
     """Committer: return the report of every rank on a topic, of the type of this rank's own. Raises an error
     that names the missing ranks.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast._core.base.deadline import REAL_CLOCK
 from holdfast._core.base.threads import start_thread
@@ -33,7 +33,7 @@ from holdfast._core.protocol.effects import (
 from holdfast._core.protocol.messages import Outcome, from_roster
 from holdfast._core.roster.base import Roster
 from holdfast._core.roster.beacon import Presence
-from holdfast._core.roster.presence import see
+from holdfast._core.roster.lost import see
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RankInfo, from_message
 
 GRACE = 0.75
@@ -98,11 +98,12 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
             error = wrapped
 
 
-def _do(effect: Effect, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
+def _do(effect: Effect, roster: Roster, presence: Presence, cancel: Cancel) -> object:
     """Execute one effect of a protocol; return its result."""
     match effect:
         case Put(key, message):
-            return roster.put(key, message)
+            roster.put(key, message)
+            return None
         case Get(keys):
             return roster.get(keys)
         case Claim(key, message):
@@ -110,7 +111,8 @@ def _do(effect: Effect, roster: Roster, presence: Presence, cancel: Cancel) -> A
         case Count(key):
             return roster.count(key)
         case Delete(keys):
-            return roster.delete(keys)
+            roster.delete(keys)
+            return None
         case Pause(key, seconds):
             ends = REAL_CLOCK.now() + seconds
             while not (came := roster.wait(key, max(0.0, min(CHECK, ends - REAL_CLOCK.now())))):

@@ -14,7 +14,7 @@ from holdfast._core.protocol.call import Call
 from holdfast._core.protocol.core import task_steps
 from holdfast._core.protocol.operation import Operation
 from holdfast._core.protocol.phases import TASK_TRANSITIONS
-from holdfast._core.roster.presence import Seen
+from holdfast._core.roster.lost import Seen
 from holdfast.errors import HoldfastError
 
 _started: list[threading.Thread] = []

@@ -19,10 +19,11 @@ from holdfast._core.base.deadline import Deadline, Limits
 from holdfast._core.base.values import Message
 from holdfast._core.process.heart import heart
 from holdfast._core.roster.base import Roster, is_foreign
+from holdfast._core.roster.lost import Gone, see
 from holdfast._core.roster.neighbours import Watch
-from holdfast._core.roster.presence import Gone, Vitals, at_key, pace, see, spread
+from holdfast._core.roster.presence import Vitals, at_key, pace, spread
 from holdfast._core.roster.process import stack_dump, this_process
-from holdfast._core.roster.whereabouts import Answering
+from holdfast._core.roster.whereabouts import StackAnswering
 from holdfast.errors import RosterLost
 
 BEAT = 1.0
@@ -129,7 +130,7 @@ class Beacon:
         self._due = 0.0
         """When the message is due for renewal, by the monotonic clock."""
         self.watch = Watch(self.who, self._listens_at, self._hurry, self.pace)
-        self.answering = Answering(roster.rank)
+        self.answering = StackAnswering(roster.rank)
         self.report_after = Limits().report_after
         self.ended = ""
         """How the program has ended, once it has."""

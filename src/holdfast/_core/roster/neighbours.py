@@ -3,13 +3,7 @@
 The ranks of a circle watch the one before and the one after each of them: so every rank is watched twice,
 however many there are, and where several end at once, those at the edges are seen. Of a process of this
 machine /proc tells and a pidfd wakes the heart; to a process of another machine a connection is held open
-(`links`), from its first call on.
-
-A host that does not answer may be cut off for a moment, or be overloaded, and a port that refuses may have
-been closed by a firewall. So what a path shows counts only while the rank does not renew its message in the
-message store either, and no other neighbour hears it: for `lost_after` seconds, or for three messages where
-the kernel has closed the connection in order. A rank that can't reach the store judges nobody on another
-host: it may be the one that is cut off. And whoever speaks after all has not ended (`presence.Gone`).
+(`links`), from its first call on. What these show is judged in `lost`.
 """
 
 from __future__ import annotations
@@ -24,20 +18,15 @@ from typing import NamedTuple
 
 import msgspec
 
+from holdfast._core.base.deadline import Limits
 from holdfast._core.process.heart import heart
 from holdfast._core.roster.base import Roster
-from holdfast._core.roster.links import Link, Listener, Path
-from holdfast._core.roster.presence import Gone, Seen, Vitals, gone_key, see
-from holdfast._core.roster.process import ENDED, Identity
+from holdfast._core.roster.links import Link, Listener
+from holdfast._core.roster.lost import Gone, Seen, Signs, end_told, see
+from holdfast._core.roster.presence import Vitals, gone_key
+from holdfast._core.roster.process import Identity
 from holdfast.errors import RosterLost
 
-LOST_AFTER = 120.0
-"""Seconds after which an unresponsive host counts as lost."""
-LONGEST_TURN = 5.0
-"""Seconds between two looks that count towards `lost_after` at most: more is this process's own absence. In
-a large world, twice the pace of its looks."""
-MISSED = 3
-"""Number of missing messages after which a rank counts as silent."""
 PASSED = 8
 """Ended ranks on each side of this one that are still polled, because they may send a message again."""
 RESTING = 8
@@ -64,19 +53,7 @@ class Neighbour:
             # A process on the store's host reaches it, and is reached, by another address from there.
             local = who.address.startswith("127.") or who.address == "::1"
             self.link = Link(store_address if local else who.address, who.port, who.token, hurry)
-        self.silent = 0.0
-        """Seconds for which nothing has answered, over a path that it has answered before, and the message
-        store has not heard it."""
-        self.limit = 0.0
-        """Seconds of that after which it is gone."""
-        self.heard_by: dict[int, int] = {}
-        """Other neighbours that said at the limit that they hear it, and their `Vitals.beat` then."""
-        self.beat = -1
-        self.looked = time.monotonic()
-        self.is_quiet = False
-        """Whether it did not renew its message between the last two polls."""
-        self.is_there = False
-        """Whether its process was alive at the last poll, by the kernel."""
+        self.signs = Signs(who, time.monotonic())
 
     def _ended(self, hurry: Callable[[], None]) -> None:
         self._forget_fd()
@@ -89,46 +66,8 @@ class Neighbour:
     def look(self, vitals: Vitals | None, lost_after: float, pace: float = 1.0) -> str:
         """Return how its process has ended, or "". vitals: its present message, if the store has answered.
         pace: seconds between two of its messages."""
-        if vitals is not None:
-            self.is_quiet, self.beat = vitals.beat == self.beat, vitals.beat
-        if self.link is None:
-            who = self.vitals.who
-            self.is_there = who.is_of_this_machine() and bool(who.state())
-            return who.how_it_ended() if who.is_of_this_machine() and not self.is_there else ""
-        path = self.link.look()
-        now = time.monotonic()
-        turn, self.looked = min(now - self.looked, max(LONGEST_TURN, 2 * pace)), now
-        self.is_there = path is Path.OPEN
-        if path in (Path.OPEN, Path.UNKNOWN) or (vitals is not None and not self.is_quiet):
-            self.silent, self.heard_by = 0.0, {}
-        elif vitals is not None:
-            self.silent += turn
-        self.limit = MISSED * pace if path is Path.ENDED else max(lost_after, MISSED * pace)
-        if not self.silent or self.silent < self.limit:
-            return ""
-        if path is Path.ENDED:
-            return ENDED
-        if path is Path.REFUSED:
-            return f"its port refuses connections, and nothing was heard of it for {self.silent:.0f} s"
-        return f"its host has not answered for {self.silent:.0f} s"
-
-    def rest(self) -> None:
-        """Exclude the time until the next poll."""
-        self.silent, self.heard_by, self.looked = 0.0, {}, time.monotonic()
-
-    def is_heard(self, others: dict[int, Seen], pace: float) -> bool:
-        """Return whether one of the others may hear its process now. What they say counts for as long as they
-        renew it."""
-        says = {
-            rank: one.vitals.beat
-            for rank, one in others.items()
-            if one.vitals is not None and not one.ended and self.rank in one.vitals.hears
-        }
-        if any(beat > self.heard_by.get(rank, beat) for rank, beat in says.items()):
-            self.silent, self.heard_by = 0.0, {}
-            return True
-        self.heard_by = says | self.heard_by
-        return bool(says) and self.silent < self.limit + MISSED * pace
+        path = self.link.look() if self.link is not None else None
+        return self.signs.look(path, vitals, lost_after, pace, time.monotonic())
 
     def close(self) -> None:
         self._forget_fd()
@@ -160,7 +99,7 @@ class Watch:
     def __init__(
         self, who: Identity, on_port: Callable[[str, int], None], hurry: Callable[[], None], pace: float = 1.0
     ) -> None:
-        self.lost_after = LOST_AFTER
+        self.lost_after = Limits().lost_after
         self.is_far = False
         """Whether a neighbour has been on another host: such neighbours are also watched between calls."""
         self._who, self._rank, self._on_port, self._hurry, self._pace = who, who.rank, on_port, hurry, pace
@@ -241,16 +180,17 @@ class Watch:
     def held_here(self) -> list[int]:
         """Return the neighbours on this machine whose heart thread may be blocked."""
         near = self._neighbours.items()
-        return [rank for rank, one in near if one.is_quiet and one.vitals.who.is_of_this_machine()]
+        return [rank for rank, one in near if one.signs.is_quiet and one.vitals.who.is_of_this_machine()]
 
     def cut_off(self) -> dict[int, float]:
         """Return the currently unreachable neighbours, with the seconds since when."""
-        return {rank: one.silent for rank, one in list(self._neighbours.items()) if one.silent}
+        near = list(self._neighbours.items())
+        return {rank: one.signs.silent for rank, one in near if one.signs.silent}
 
     def hears(self) -> list[int]:
         """Return the neighbours whose processes are observably alive, for the presence message."""
         near = list(self._neighbours.items()) if self.is_far else []
-        return [rank for rank, one in near if one.is_there]
+        return [rank for rank, one in near if one.signs.is_there]
 
     def _around(self, rank: int, ranks: Sequence[int]) -> tuple[set[int], set[int]]:
         """Return the nearest ranks before and after one in a circle that have not ended, and those passed."""
@@ -289,7 +229,7 @@ class Watch:
             self._resting.pop(rank).close()
         for rank in set(self._resting) & set(near):
             self._neighbours[rank] = self._resting.pop(rank)
-            self._neighbours[rank].rest()
+            self._neighbours[rank].signs.rest(time.monotonic())
 
     def _look_at(self, rank: int, seen: Seen | None, roster: Roster) -> None:
         vitals = seen.vitals if seen is not None else None
@@ -300,15 +240,12 @@ class Watch:
             known = self._neighbours[rank] = Neighbour(rank, vitals, roster.way()[1], self._hurry)
             if not vitals.who.is_of_this_machine():
                 self.is_far, self._hasty = True, HASTY
-        if vitals is not None and vitals.ended:
-            self._hear(rank, Gone(vitals.who.token, vitals.ended, clean=True, beat=vitals.beat))
-        elif seen is not None and seen.gone is not None:  # another neighbour was first
-            self._hear(rank, seen.gone)
+        if seen is not None and (told := end_told(seen)) is not None:
+            self._hear(rank, told)
         elif known is not None and (how := known.look(vitals, self.lost_after, self._pace)):
             self._find_gone(rank, known, how, roster)
 
     def _find_gone(self, rank: int, known: Neighbour, how: str, roster: Roster) -> None:
-        who = known.vitals.who
         # Its neighbour on the other side may have a connection to it.
         others = {
             other for ranks in self._all_circles() if rank in ranks for other in self._around(rank, ranks)[0]
@@ -316,17 +253,12 @@ class Watch:
         seen: dict[int, Seen] = {}
         with suppress(RosterLost):  # its last word may have come after it was looked at
             seen = see(roster, [rank, *sorted(others - {rank, self._rank})])
-        latest = seen.pop(rank, Seen()).vitals
-        if latest is not None and latest.ended:
-            self._hear(rank, Gone(who.token, latest.ended, clean=True, beat=latest.beat))
-            return
-        if known.link is not None and (
-            latest is None or latest.beat != known.beat or known.is_heard(seen, self._pace)
-        ):
-            return
-        self._untold.add(rank)
-        beat = known.beat if latest is None else latest.beat
-        self._hear(rank, Gone(who.token, how, who.is_of_this_machine() and who.exited_with_0(), beat))
+        latest = seen.pop(rank, Seen())
+        if (told := end_told(latest)) is not None:
+            self._hear(rank, told)
+        elif (gone := known.signs.confirm(how, latest.vitals, seen, self._pace)) is not None:
+            self._untold.add(rank)
+            self._hear(rank, gone)
 
     def _hear(self, rank: int, gone: Gone) -> None:
         self._over[rank] = gone

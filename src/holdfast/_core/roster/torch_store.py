@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeAlias
@@ -28,7 +28,7 @@ from holdfast._core.roster.presence import spread
 from holdfast._core.roster.process import listens
 from holdfast._core.roster.seal import Seal
 from holdfast._core.roster.tcp_client import PATIENCE, TcpClient, agrees_with
-from holdfast._core.torch_private import clone_store, default_store, tcp_store
+from holdfast._core.torch_private import TorchStore, clone_store, default_store, tcp_store
 from holdfast.errors import RosterLost
 
 _NOTHING = "\0"
@@ -52,8 +52,8 @@ class _TorchClient:
 
     closed_in_order = False
 
-    def __init__(self, store: Any) -> None:
-        self._store: Any = clone_store(store)
+    def __init__(self, store: TorchStore) -> None:
+        self._store: Any = clone_store(store)  # the stubs of torch lack `set` of bytes
 
     def way(self) -> tuple[str, str]:
         return "", ""
@@ -114,9 +114,9 @@ class _Connections:
     store must end with it, or the next process group on that port would see the messages of the last.
     """
 
-    def __init__(self, store: object, delay: float) -> None:
+    def __init__(self, store: TorchStore, delay: float) -> None:
         self._idle: dict[float | None, list[_Client]] = {}
-        self.parent: Callable[[], Any] = ref(store, partial(_close, self._idle))
+        self.parent = ref(store, partial(_close, self._idle))
         finalize(self, _close, self._idle).atexit = False
         self._delay = delay
         """Seconds that this rank waits before connecting, to spread the connections of a large world."""
@@ -157,7 +157,7 @@ class _Connections:
 
     def _connect(self, patience: float | None) -> _Client:
         store = self.store()
-        tcp: Any = tcp_store(store)
+        tcp = tcp_store(store)
         if tcp is None or self._speaks_tcp is False:
             return _TorchClient(store)
         time.sleep(self._delay)
@@ -189,7 +189,7 @@ class _Connections:
             self._seal = Seal(drawn, environment.secret, environment.incarnation)
         return self._seal
 
-    def store(self) -> Any:
+    def store(self) -> TorchStore:
         store = self.parent()
         if store is None:
             raise RosterLost(
@@ -218,7 +218,9 @@ class TorchRoster:
         default to those of the default process group.
     """
 
-    def __init__(self, store: Any = None, rank: int | None = None, world_size: int | None = None) -> None:
+    def __init__(
+        self, store: TorchStore | None = None, rank: int | None = None, world_size: int | None = None
+    ) -> None:
         self.rank = dist.get_rank() if rank is None else rank
         self.world_size = dist.get_world_size() if world_size is None else world_size
         delay = spread(self.rank) * max(0, self.world_size - AT_ONCE) / CONNECTED
@@ -302,7 +304,7 @@ class TorchRoster:
         return "", ""
 
     def serves(self) -> bool:
-        tcp: Any = tcp_store(self._connections.store())
+        tcp = tcp_store(self._connections.store())
         return tcp is not None and listens(tcp.port)
 
 

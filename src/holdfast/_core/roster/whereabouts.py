@@ -21,8 +21,9 @@ import msgspec
 from holdfast._core.base.stacks import where_dumped, where_thread_is, where_threads_are
 from holdfast._core.roster.base import Roster, get_ours
 from holdfast._core.roster.links import knock
+from holdfast._core.roster.lost import Seen, see
 from holdfast._core.roster.memory import MemoryRoster
-from holdfast._core.roster.presence import Seen, read, see
+from holdfast._core.roster.presence import read
 from holdfast.errors import HoldfastError
 
 ASK_BEFORE = 2.5
@@ -44,7 +45,7 @@ class Question(msgspec.Struct, frozen=True):
     """Identifies this question."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class StackAnswer(msgspec.Struct, frozen=True):
     """From a rank, or a neighbour on its behalf, to all ranks that asked."""
 
     tickets: list[str]
@@ -64,7 +65,7 @@ def _answer_key(rank: int) -> str:
 # -- the rank that answers ------------------------------------------------------------------------
 
 
-class Answering:
+class StackAnswering:
     """Answers questions to this rank, and to neighbours that can't answer. A part of the beacon."""
 
     def __init__(self, rank: int) -> None:
@@ -103,7 +104,7 @@ class Answering:
         # The next answer overwrites this one, perhaps before it was read. So an answer also lists earlier
         # tickets.
         self._heard = [*self._heard, question.ticket][-KEPT:]
-        base.put(_answer_key(rank), msgspec.to_builtins(Answer(self._heard, where[:LONGEST])))
+        base.put(_answer_key(rank), msgspec.to_builtins(StackAnswer(self._heard, where[:LONGEST])))
 
 
 def where_seen(seen: Seen) -> str:
@@ -170,7 +171,7 @@ class Inquiry:
             with suppress(HoldfastError):
                 messages = get_ours(self._roster.base(), [_answer_key(rank) for rank in waiting])
                 for rank, message in zip(waiting, messages, strict=True):
-                    answer = read(message, Answer)
+                    answer = read(message, StackAnswer)
                     if answer is not None and self._tickets[rank] in answer.tickets:
                         where[rank] = answer.at[:LONGEST]
             waiting = [rank for rank in waiting if rank not in where]

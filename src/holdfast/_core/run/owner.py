@@ -35,6 +35,7 @@ from holdfast._core.base.threads import start_thread, within
 from holdfast._core.base.values import NO_JSON
 from holdfast._core.format.names import OWNER
 from holdfast._core.ready import ready
+from holdfast._core.roster.lost import by_kernel
 from holdfast._core.roster.process import Identity, this_process
 from holdfast._core.store.base import VERSION_BYTES, NotFound, Store
 from holdfast.errors import Conflict, HoldfastError
@@ -275,15 +276,13 @@ def _may_take(owner: Owner, job: str, url: str) -> bool:
 
 def _lives(owner: Owner) -> bool | None:
     """Return whether the owner's process is alive; None if this host can't tell."""
-    who = Identity(0, pid=owner.pid, machine=owner.machine, started=owner.started)
-    if not who.is_of_this_machine():
-        return None
+    there = by_kernel(Identity(0, pid=owner.pid, machine=owner.machine, started=owner.started)).there
     me = this_process(0)
-    if (who.pid, who.started) == (me.pid, me.started):
+    if there and (owner.pid, owner.started) == (me.pid, me.started):
         # This process: `exec` keeps pid and start time (a fork has another pid), so an owner with another
         # `process` value is the program that this process ran before `exec`.
         return owner.process == _PROCESS
-    return bool(who.state())
+    return there
 
 
 def _refusal(owner: Owner, url: str) -> Conflict:

@@ -8,11 +8,11 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 from weakref import WeakKeyDictionary
 
 from holdfast._core.base.deadline import REAL_CLOCK, Deadline
@@ -80,7 +80,7 @@ class Preemption:
             "choice of the step to stop at", f"preemption://{ASKED}/{self._asked}", begin
         )
         self._signalled: int | None = None
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         try:
             for number in signals:
                 self._before[number] = signal.signal(number, self._on_signal)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -15,8 +14,9 @@ from holdfast._core.format.digest import digest
 from holdfast._core.layout.ranks import ranks_of, ranks_text
 from holdfast._core.protocol.call import find_participants, find_roster
 from holdfast._core.protocol.job import Job, job_of
+from holdfast._core.state.live import State
 from holdfast._core.state.structure import Stateful, is_stateful
-from holdfast._core.state.tensors import PerRank
+from holdfast._core.state.tensors import Merge, PerRank
 from holdfast.errors import BadInput, LoadFailed
 
 log = logging.getLogger("holdfast")
@@ -55,7 +55,7 @@ class TrainState:
         *,
         scaler: Stateful | None = None,
         seed: int = 0,
-        merge: Callable[[Mapping[int, Any]], Any] | None = None,
+        merge: Merge | None = None,
         job: Job | None = None,
     ) -> None:
         if loader is not None and not is_stateful(loader):
@@ -76,10 +76,10 @@ class TrainState:
         self.scaler: Stateful | None = scaler
         self._seed, self._merge, self._job = seed, merge, job_of(job)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the current state, with `holdfast.PerRank` around this rank's own values."""
         ranks = ranks_text(self._ranks()[1])
-        state: dict[str, Any] = {"step": self.step, "epoch": self.epoch}
+        state: State = {"step": self.step, "epoch": self.epoch}
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
         if self.loader is not None:
@@ -95,7 +95,7 @@ class TrainState:
         state["random"] = {"ranks": ranks, "state": PerRank(_random_states(), optional=True)}
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Take what `state_dict` returned. Raises LoadFailed for positions in the data of another number of
         ranks; then nothing was taken."""
         rank, everyone = self._ranks()
@@ -112,8 +112,7 @@ class TrainState:
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         if self.loader is not None:
-            position: Any = objects.decode(state["loader"]["state"].value, _LOADER)
-            self.loader.load_state_dict(position)
+            self.loader.load_state_dict(objects.decode(state["loader"]["state"].value, _LOADER))
         # Last, because the code above may draw random numbers.
         before = ranks_of(state["random"]["ranks"])
         if rank in before:
@@ -128,7 +127,7 @@ class TrainState:
                 self._seed,
             )
 
-    def _merged(self, positions: Mapping[int, Any]) -> Any:
+    def _merged(self, positions: Mapping[int, bytes]) -> bytes:
         assert self._merge is not None
         states = {rank: objects.decode(position, _LOADER) for rank, position in positions.items()}
         return objects.encode(self._merge(states), _LOADER)
@@ -145,9 +144,9 @@ class TrainState:
 # -- random states, as tensors and plain values -----------------------------------------------------
 
 
-def _random_states() -> dict[str, Any]:
+def _random_states() -> State:
     version, words, gauss = random.getstate()
-    found: dict[str, Any] = {
+    found: State = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "numpy": _tensors(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
@@ -157,7 +156,7 @@ def _random_states() -> dict[str, Any]:
     return found
 
 
-def _set_random_states(states: dict[str, Any]) -> None:
+def _set_random_states(states: State) -> None:
     python = states["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(_arrays(states["numpy"], np.random.get_state(legacy=False)))
@@ -177,15 +176,23 @@ def _device() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-def _tensors(state: Any) -> Any:
+def _tensors(state: State) -> State:
     """Replace arrays by byte tensors, because torch lacks some of NumPy's dtypes."""
-    if isinstance(state, dict):
-        return {key: _tensors(value) for key, value in state.items()}
-    return torch.from_numpy(state.view(np.uint8).copy()) if isinstance(state, np.ndarray) else state
+    found = dict(state)
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found[key] = _tensors(value)
+        elif isinstance(value, np.ndarray):
+            found[key] = torch.from_numpy(value.view(np.uint8).copy())
+    return found
 
 
-def _arrays(state: Any, like: Any) -> Any:
+def _arrays(state: State, like: State) -> State:
     """Undo `_tensors`. like: a state with arrays of the same dtypes."""
-    if isinstance(state, dict):
-        return {key: _arrays(value, like[key]) for key, value in state.items()}
-    return state.numpy().view(like.dtype) if isinstance(like, np.ndarray) else state
+    found = dict(state)
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found[key] = _arrays(value, like[key])
+        elif isinstance(like[key], np.ndarray):
+            found[key] = value.numpy().view(like[key].dtype)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 
-from holdfast._core.format import objects
+from holdfast._core.format import plain_objects
 from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.layout.tensor import OBJECT, Replica, listed
 from holdfast._core.plan.agreement import disagreement
@@ -69,7 +69,7 @@ class Holders:
             if spec.kind == OBJECT:
                 # With its digest, so that objects that differ are found now, before everything is written.
                 data = self.table.memory[row].data  # type: ignore[attr-defined]
-                specs.append(f"{_OBJECT} {objects.preview(data)} (digest {hex_digest(digest(data))})")
+                specs.append(f"{_OBJECT} {plain_objects.preview(data)} (digest {hex_digest(digest(data))})")
             else:
                 specs.append(describe(spec))
         return keys, specs

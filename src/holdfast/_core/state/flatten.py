@@ -27,7 +27,7 @@ from holdfast._core.layout.patterns import head_of, is_selected, refuse_text, se
 from holdfast._core.layout.tensor import OBJECT
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.state.dtensor import add_dtensor
-from holdfast._core.state.leaf import Flat, Leaf, Rule
+from holdfast._core.state.leaf import Flat, Leaf, MergeRule
 from holdfast._core.state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest, StateDict
 from holdfast._core.state.memory import Part, TensorMemory, add_plain, plain_address, spec_of
 from holdfast._core.state.meta import is_meta, materialize
@@ -114,7 +114,7 @@ def _walk(
     elif isinstance(value, Shard):
         leaves.append(Leaf(name, value, put))
     elif isinstance(value, PerRank):
-        rule = value.merge and Rule(name_of_rank(name, rank), value.merge, value.value, flat.states)
+        rule = value.merge and MergeRule(name_of_rank(name, rank), value.merge, value.value, flat.states)
         _walk(value.value, name_of_rank(name, rank), partial(setattr, value, "value"), flat, rank, True)
         for leaf in leaves[first:]:
             leaf.optional, leaf.rule = value.optional, rule

@@ -10,18 +10,23 @@ import torch
 
 from holdfast._core.layout.patterns import Patterns
 from holdfast._core.state.live import LiveSource
+from holdfast._core.state.tensors import Merge
 
 
-class Rule(NamedTuple):
+class MergeRule(NamedTuple):
     """A merge rule (`PerRank(merge=)`): computes the value of this rank from other ranks' values."""
 
     name: str
     """Name of the value, including this rank (`name@rank`)."""
-    merge: Callable[[Mapping[int, Any]], Any]
+    merge: Merge
     value: object
     """The present value."""
     states: Mapping[int, object]
     """The states of stateful values within `value`, by the `id` of each."""
+
+
+Put = Callable[[Any], None]
+"""Replaces a value of a state."""
 
 
 @dataclass(slots=True)
@@ -30,11 +35,11 @@ class Leaf:
 
     name: str
     value: Any
-    put: Callable[[Any], None]
+    put: Put
     optional: bool = False
     private: bool = False
     """Whether it belongs to this rank (PerRank): no other rank holds the name."""
-    rule: Rule | None = None
+    rule: MergeRule | None = None
     """The rule that computes this leaf, together with the rule's other leaves, if other ranks saved it."""
     converts: bool = False
     """Whether a load converts another dtype to this tensor's, as torch DCP and Megatron do."""

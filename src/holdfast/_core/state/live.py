@@ -73,7 +73,7 @@ class Rest:
         self.make: MakeTensor = make or zeros
 
 
-class OpenDict(dict[Any, object]):
+class OpenDict(dict[object, object]):
     """A dict to which a load adds missing keys that the checkpoint has, if `takes` accepts them."""
 
     __slots__ = ("takes",)
@@ -101,7 +101,7 @@ class LiveDict(dict[Any, object]):
     ) -> None:
         super().__init__()
         self._fetch, self.source, self.rest = fetch, source, rest
-        self._last: dict[Any, object] = {}
+        self._last: dict[object, object] = {}
         # Now, so that it can be read before any save or load.
         self.look_again()
 

@@ -15,7 +15,7 @@ import torch
 
 from holdfast._core.base.values import Json
 from holdfast._core.format.records import fields_of, is_record
-from holdfast._core.state.live import ParameterState, StateDict
+from holdfast._core.state.live import ParameterState, State, StateDict
 from holdfast._core.state.subclasses import allowed_type, inner_tensors, is_wrapper, same_memory, type_name
 from holdfast._core.state.tensors import PerRank, Shard
 from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError
@@ -139,7 +139,7 @@ def _plain(context: object) -> object:
     return [_plain(part) for part in context] if isinstance(context, list) else context
 
 
-def nest(values: Mapping[str, object]) -> dict[str, Any]:
+def nest(values: Mapping[str, object]) -> State:
     """Return values as nested dicts, with a level for each dot in their names.
 
     A state that is stored with a description of its containers is built from it. If a prefix of a name is
@@ -149,7 +149,7 @@ def nest(values: Mapping[str, object]) -> dict[str, Any]:
     end = f".{STRUCTURE}"
     described = {name.removesuffix(end): value for name, value in values.items() if name.endswith(end)}
     made = {name: build(description, name, values) for name, description in described.items()}
-    root: dict[str, Any] = {}
+    root: State = {}
     for name, value in sorted({**values, **made}.items()):
         parts = name.split(".")
         if any(".".join(parts[:count]) in described for count in range(1, len(parts))):
@@ -173,7 +173,7 @@ def nest(values: Mapping[str, object]) -> dict[str, Any]:
     return root
 
 
-def _as_optimizer(node: dict[str, Any]) -> None:
+def _as_optimizer(node: State) -> None:
     """Convert the keys of states from text to the numbers of parameters in the groups. An optimizer's
     `load_state_dict` would accept text keys without an error, and not use their states."""
     groups = node["param_groups"]
@@ -254,9 +254,15 @@ def _part_of(value: Any, key: object, is_container: bool) -> object:
 
 
 def _build_tensor(
-    name: str, values: Mapping[str, object], present: object, path: str, parts: Description, *about: Any
+    name: str,
+    values: Mapping[str, object],
+    present: object,
+    path: str,
+    parts: Description,
+    context: object,
+    shape: Json,
+    stride: Json,
 ) -> object:
-    context, shape, stride = about
     there = dict(inner_tensors(present)) if is_wrapper(present) else {}
     inner = {
         attribute: _build(part, join(name, attribute), values, there.get(attribute))

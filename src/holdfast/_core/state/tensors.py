@@ -79,6 +79,10 @@ class Shard:
         return f"Shard({tuple(self.tensor.shape)} at {begin} of {self.global_shape}, replica={self.replica})"
 
 
+Merge = Callable[[Mapping[int, Any]], Any]
+"""Makes the value of a rank from those of all ranks, by rank."""
+
+
 class PerRank:
     """A value that is different on every rank: RNG state, data-loader position, timers.
 
@@ -98,13 +102,13 @@ class PerRank:
 
     def __init__(
         self,
-        value: Any,
+        value: object,
         optional: bool = False,
-        merge: Callable[[Mapping[int, Any]], Any] | None = None,
+        merge: Merge | None = None,
     ) -> None:
         self.value: Any = value
         self.optional: bool = optional
-        self.merge: Callable[[Mapping[int, Any]], Any] | None = merge
+        self.merge: Merge | None = merge
         if merge is not None and not callable(merge):
             raise BadInput(
                 f"PerRank: merge must be a function of the values by rank, not {merge!r}.",

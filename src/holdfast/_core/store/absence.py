@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from difflib import get_close_matches
+from typing import TypeAlias
 
 from holdfast._core.format.names import DATA, INDEX, LEFT, METADATA, OWNER, SLICE, TRAINER_STATE, is_fetched
 from holdfast._core.store.base import FOLDERS, Store
@@ -18,17 +19,19 @@ from holdfast._core.store.run_folder import (
     other_checkpoints,
     step_of,
 )
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, NotCommitted
 
+Reason: TypeAlias = tuple[str, str]
+"""Why a place has no checkpoint, as a clause, and a hint."""
 _SHOWN = 5
 _COMPARED = 1000
 """Maximum number of names to compare with a possibly mistyped name."""
 
 
-def explain_absence(store: Store) -> tuple[str, str]:
-    """Return the sentence and a hint for a place that has no index."""
+def nothing_there(store: Store) -> NotCommitted:
+    """Return the error for a folder without a checkpoint, which explains what the folder contains."""
     why, hint = _why(store)
-    return f"{store.url} holds no committed checkpoint: {why}.", hint
+    return NotCommitted(f"{store.url} holds no committed checkpoint: {why}.", hint=hint)
 
 
 def explain_fresh_start(store: Store) -> str:
@@ -58,54 +61,84 @@ def _near(store: Store) -> str:
     return f", but {parent} has {near[0]!r}" if near else ""
 
 
-def _why(store: Store) -> tuple[str, str]:
+def _why(store: Store) -> Reason:
     entry = store.stat()
     if entry is None:
         return _missing(store)
     if entry.kind not in FOLDERS:
         return "it is a file, not a folder", "Give the folder that the index lies in."
     names = store.list()
-    if SLICE in names:
+    for explain in _EXPLAINED:
+        reason = explain(store, names)
+        if reason is not None:
+            return reason
+    return f"there is no {INDEX}", "`holdfast latest RUN` names the newest committed step of a run."
+
+
+def _fetched(store: Store, names: list[str]) -> Reason | None:
+    if SLICE not in names:
+        return None
+    return (
+        "it is what `holdfast fetch` took of one, or of a published model, for some ranks",
+        "holdfast.load and holdfast.megatron.load read it on these ranks; else give the whole folder.",
+    )
+
+
+def _marked(store: Store, names: list[str]) -> Reason | None:
+    if METADATA not in names or not is_only_marked(store):
+        return None
+    return (
+        f"it holds only the marker that Holdfast leaves beside one, a {METADATA} without an {INDEX}",
+        "The index was removed or not copied; `holdfast reindex` makes one from the data files, if they are "
+        "there.",
+    )
+
+
+def _foreign(store: Store, names: list[str]) -> Reason | None:
+    if METADATA not in names:
+        return None
+    return (
+        "it is one of torch DCP or megatron-core, not of Holdfast",
+        f"holdfast.load, holdfast.open and `holdfast inspect` read it as it is; `holdfast import torch_dist "
+        f"{store.url} OUT` makes one of Holdfast.",
+    )
+
+
+def _run(store: Store, names: list[str]) -> Reason | None:
+    if not all_step_folders(store):
+        return None
+    for folder in _newest(store, 1).values():
         return (
-            "it is what `holdfast fetch` took of one, or of a published model, for some ranks",
-            "holdfast.load and holdfast.megatron.load read it on these ranks; else give the whole folder.",
+            f"it is a run folder, whose newest committed step is {store.url}/{folder}",
+            "Give a step's folder; holdfast.Checkpoints loads the newest step of a run.",
         )
-    if METADATA in names:
-        if is_only_marked(store):
-            return (
-                f"it holds only the marker that Holdfast leaves beside one, a {METADATA} without an {INDEX}",
-                "The index was removed or not copied; `holdfast reindex` makes one from the data files, if "
-                "they are there.",
-            )
+    return "it is a run folder, and none of its steps is committed", "`holdfast inspect` shows what there is."
+
+
+def _unfinished(store: Store, names: list[str]) -> Reason | None:
+    if f"{DATA}/" not in names:
+        return None
+    if any(is_fetched(name) for name in store.list(DATA)):
         return (
-            "it is one of torch DCP or megatron-core, not of Holdfast",
-            f"holdfast.load, holdfast.open and `holdfast inspect` read it as it is; `holdfast import "
-            f"torch_dist {store.url} OUT` makes one of Holdfast.",
+            "a fetch was begun here, and has not ended",
+            "Run the same `holdfast fetch` again: it goes on with what is there.",
         )
-    if all_step_folders(store):
-        return _run(store)
-    if f"{DATA}/" in names:
-        if any(is_fetched(name) for name in store.list(DATA)):
-            return (
-                "a fetch was begun here, and has not ended",
-                "Run the same `holdfast fetch` again: it goes on with what is there.",
-            )
-        return (
-            f"there are data files, but no {INDEX}, so a save failed, or is still under way",
-            "`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover "
-            "this one.",
-        )
-    model = explain_model(store)
-    if model is not None and any(map(_PUBLISHED[0][0], names)):
-        return model
-    nothing = f"there is no {INDEX}", "`holdfast latest RUN` names the newest committed step of a run."
-    return _zero(store, names) or _inside(store, names) or model or (nothing if names else _EMPTY)
+    return (
+        f"there are data files, but no {INDEX}, so a save failed, or is still under way",
+        "`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover this "
+        "one.",
+    )
 
 
-_EMPTY = "it is an empty folder", "Is the path right, and mounted on this host?"
+def _complete_model(store: Store, names: list[str]) -> Reason | None:
+    return _model(store, names) if any(map(_PUBLISHED[0][0], names)) else None
 
 
-def _zero(store: Store, names: list[str]) -> tuple[str, str] | None:
+def _empty(store: Store, names: list[str]) -> Reason | None:
+    return None if names else ("it is an empty folder", "Is the path right, and mounted on this host?")
+
+
+def _zero(store: Store, names: list[str]) -> Reason | None:
     """Explain a DeepSpeed checkpoint, or a folder whose file `latest` refers to one."""
     if not any(name.endswith(_ZERO) for name in names):
         steps = [name for name in names if name.startswith(_ZERO_STEP) and name.endswith("/")]
@@ -121,7 +154,7 @@ _ZERO, _ZERO_STEP = ("_model_states.pt", "_optim_states.pt"), "global_step"
 """Suffixes of the files of a ZeRO checkpoint, and the prefix of its folder in DeepSpeed."""
 
 
-def _inside(store: Store, names: list[str]) -> tuple[str, str] | None:
+def _inside(store: Store, names: list[str]) -> Reason | None:
     """Explain a folder without a checkpoint of its own that contains checkpoint folders or run folders."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for folder, mark in other_checkpoints(store, names):
@@ -149,9 +182,12 @@ _MARKED = {
 _FOREIGN = "a checkpoint in another format", "checkpoints in other formats"
 
 
-def explain_model(store: Store) -> tuple[str, str] | None:
+def explain_model(store: Store) -> Reason | None:
     """Describe a folder written by Hugging Face's libraries, as a clause, with a hint; None for others."""
-    names = store.list()
+    return _model(store, store.list())
+
+
+def _model(store: Store, names: list[str]) -> Reason | None:
     found = (row for row in _PUBLISHED if any(map(row[0], names)))
     return next(((why, hint.format(store.url)) for _, why, hint in found), None)
 
@@ -194,7 +230,7 @@ _PUBLISHED: tuple[tuple[Callable[[str], bool], str, str], ...] = (
 """Kinds of files that Hugging Face's libraries write; the first kind with a present file applies."""
 
 
-def _missing(store: Store) -> tuple[str, str]:
+def _missing(store: Store) -> Reason:
     """Explain a missing folder: it may be a step of a run that has other steps."""
     parent, name = os.path.split(store.url)
     # The url of another kind of store is not a path whose parent could be opened.
@@ -208,15 +244,6 @@ def _missing(store: Store) -> tuple[str, str]:
     return "it does not exist", "Is the path right, and mounted on this host?"
 
 
-def _run(store: Store) -> tuple[str, str]:
-    for folder in _newest(store, 1).values():
-        return (
-            f"it is a run folder, whose newest committed step is {store.url}/{folder}",
-            "Give a step's folder; holdfast.Checkpoints loads the newest step of a run.",
-        )
-    return "it is a run folder, and none of its steps is committed", "`holdfast inspect` shows what there is."
-
-
 def _newest(store: Store, most: int) -> dict[int, str]:
     """Return the newest committed steps that this process can read."""
     try:
@@ -224,3 +251,18 @@ def _newest(store: Store, most: int) -> dict[int, str]:
         return newest_steps(store, most)
     except HoldfastError:
         return {}
+
+
+_EXPLAINED = (
+    _fetched,
+    _marked,
+    _foreign,
+    _run,
+    _unfinished,
+    _complete_model,
+    _zero,
+    _inside,
+    _model,
+    _empty,
+)
+"""What a folder may hold instead; the first reason that applies is given."""

@@ -47,10 +47,13 @@ class LocalReader:
         self.path = path
         with storage_errors("Opening", path):
             self.fd = retry(partial(_open_within, path, root), STALE)
-            about = os.fstat(self.fd)
-            if not stat.S_ISREG(about.st_mode):
+            try:
+                about = os.fstat(self.fd)
+                if not stat.S_ISREG(about.st_mode):
+                    raise StorageError(f"{path} is not a file; it was not read.")
+            except BaseException:
                 self.close()
-                raise StorageError(f"{path} is not a file; it was not read.")
+                raise
             self.size = about.st_size
 
     def read(self, start: int, length: int) -> bytes:

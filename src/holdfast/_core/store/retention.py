@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from math import isfinite
-from typing import Any, NamedTuple, SupportsFloat
+from typing import NamedTuple, SupportsFloat
 
 import msgspec
 
@@ -177,7 +177,7 @@ def retention_of(described: object) -> Retention | None:
     if not isinstance(described, dict):
         return None
     names = ("keep", "keep_every", "best", "best_mode")
-    rules: dict[str, Any] = {name: described.get(name) for name in names}
+    rules: Message = {name: described.get(name) for name in names}
     rules["keep_best"] = described.get("keep_best", 1)
     try:
         if isinstance(rules["keep_every"], str):

@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from holdfast._core.format.pickle_reader import Record
+from holdfast._core.format.pickle_reader import PickledObject
 from holdfast._core.io.small_files import read_file
-from holdfast._core.io.torch_file import StoredTensor, TorchFile
 from holdfast._core.layout.tensor import Dims
 from holdfast._core.store.base import Store
-from holdfast._frameworks.deepspeed.elements import Elements, NotPlain, Place, plain
+from holdfast._frameworks.deepspeed.elements import ElementPlace, Elements, NotPlain, plain
+from holdfast._frameworks.deepspeed.torch_file import TorchFile, TorchFileTensor
 from holdfast.errors import BadInput, CorruptCheckpoint
 
 log = logging.getLogger("holdfast")
@@ -42,6 +42,8 @@ _WEIGHTS = {1: _PARTS, 2: _PARTS, 3: "fp32_flat_groups"}
 """By stage, the key of a rank's parts of the weights."""
 _SOME = 4 << 20
 """Bytes that the values of a file may take in memory beyond its size."""
+Content: TypeAlias = dict[str, Any]
+"""A part of a file of DeepSpeed's, by its keys."""
 State = dict[str, Elements | torch.Tensor | float]
 """The optimizer's state of one parameter: its moments, and numbers such as `step`."""
 _Kind = TypeVar("_Kind")
@@ -88,7 +90,7 @@ class ZeroCheckpoint:
         for name in sorted(names | self._files.keys()):
             self._file(name).check()
 
-    def plain(self, values: dict[str, Any], where: str = "") -> dict[str, Any]:
+    def plain(self, values: Content, where: str = "") -> Content:
         """Return the values that consist of tensors, numbers and text; log a warning about others."""
         made = {}
         for key, value in values.items():
@@ -99,7 +101,7 @@ class ZeroCheckpoint:
         return made
 
     @property
-    def loss_scaler(self) -> dict[str, Any]:
+    def loss_scaler(self) -> Content:
         """The numeric attributes of the loss scaler."""
         state = getattr(self.optimizer.get("loss_scaler"), "state", None)
         numbers = state.items() if type(state) is dict else ()
@@ -147,7 +149,7 @@ class ZeroCheckpoint:
         model = [] if self._is_whole else [OF_RANK.format(rank) + MODEL]
         return model if self._is_universal else [*model, self._prefix + OF_RANK.format(rank) + OPTIMIZER]
 
-    def _optimizer(self, rank: int) -> dict[str, Any]:
+    def _optimizer(self, rank: int) -> Content:
         if self._is_universal:
             return _as(dict, self._file("zero/optimizer_state.pt").value)
         file = self._file(self._prefix + OF_RANK.format(rank) + OPTIMIZER)
@@ -192,9 +194,9 @@ class ZeroCheckpoint:
             fragments = _as(dict, self.common.get("frozen_param_fragments") or {})
             for name, shape in _shapes([self.common.get("frozen_param_shapes") or {}])[0].items():
                 find = partial(self._frozen, name)
-                place = self._cut(0, math.prod(shape), _as(StoredTensor, fragments.get(name)).numel, name)
+                place = self._cut(0, math.prod(shape), _as(TorchFileTensor, fragments.get(name)).numel, name)
                 self.model[name] = Elements(fragments[name].dtype, shape, find, place)
-        tensors = {name: value for name, value in module.items() if isinstance(value, StoredTensor)}
+        tensors = {name: value for name, value in module.items() if isinstance(value, TorchFileTensor)}
         for name in tensors.keys() - self.model.keys() - tied.keys():
             self.model[name] = Elements.of(tensors[name], tensors[name].shape)
         # Both names, as in the state dict of the module.
@@ -225,7 +227,7 @@ class ZeroCheckpoint:
             self.model[name] = Elements(flat.dtype, shape, partial(self._flat, number, None), place)
             mine = self.states[name] = {}
             for key, value in state.items():
-                if isinstance(value, StoredTensor) and value.shape in ((length,), (flat.numel,)):
+                if isinstance(value, TorchFileTensor) and value.shape in ((length,), (flat.numel,)):
                     mine[key] = Elements(value.dtype, shape, partial(self._flat, number, key), place)
                 else:
                     self._add_number(mine, name, key, value)
@@ -238,14 +240,14 @@ class ZeroCheckpoint:
         for file in files:
             value, key = self._file(f"zero/{name}/{file}").value, file.removesuffix(".pt")
             value = value.get("param") if type(value) is dict else value
-            if isinstance(value, StoredTensor) and value.numel == math.prod(shape) and key != "step":
+            if isinstance(value, TorchFileTensor) and value.numel == math.prod(shape) and key != "step":
                 state[key] = Elements.of(value, shape)
             else:
                 self._add_number(state, name, key, value)
         self.model[name] = _as(Elements, state.pop("fp32", None))
 
     def _add_number(self, state: State, name: str, key: str, value: object) -> None:
-        if isinstance(value, StoredTensor) and value.numel == 1:
+        if isinstance(value, TorchFileTensor) and value.numel == 1:
             state[key] = Elements.of(value, ()).whole()
         elif isinstance(value, int | float):
             state[key] = value
@@ -255,33 +257,33 @@ class ZeroCheckpoint:
                 "nor a number."
             )
 
-    def _cut(self, start: int, numel: int, length: int, name: str) -> Callable[[int], Place]:
+    def _cut(self, start: int, numel: int, length: int, name: str) -> Callable[[int], ElementPlace]:
         """Return a function that finds the elements of a parameter split by ZeRO 3. start: position of its
         part in each rank's flat tensor. length: length of that tensor."""
         part = max(math.ceil(numel / self.ranks), 1)
         self._require(numel == 0 or start + part <= length, name)
-        return lambda index: Place(index // part, start + index % part, part - index % part)
+        return lambda index: ElementPlace(index // part, start + index % part, part - index % part)
 
     def _require(self, there: bool, name: str) -> None:
         if not there:
             raise CorruptCheckpoint(f"{self.store.url} has fewer elements of {name!r} than its shape says.")
 
-    def _flat(self, group: int, key: str | None, rank: int) -> StoredTensor:
+    def _flat(self, group: int, key: str | None, rank: int) -> TorchFileTensor:
         """Return a rank's part of a flat group: of the weights, or of a state."""
         with self._known():
             if key is not None:
-                return _as(StoredTensor, self._base_state(rank, group).get(key))
-            return _as(StoredTensor, _as(list, self._optimizer(rank).get(_WEIGHTS[self.stage]))[group])
+                return _as(TorchFileTensor, self._base_state(rank, group).get(key))
+            return _as(TorchFileTensor, _as(list, self._optimizer(rank).get(_WEIGHTS[self.stage]))[group])
 
-    def _frozen(self, name: str, rank: int) -> StoredTensor:
+    def _frozen(self, name: str, rank: int) -> TorchFileTensor:
         with self._known():
             file = _as(dict, self._file(OF_RANK.format(rank) + MODEL).value)
-            return _as(StoredTensor, _as(dict, file.get("frozen_param_fragments")).get(name))
+            return _as(TorchFileTensor, _as(dict, file.get("frozen_param_fragments")).get(name))
 
-    def _base_state(self, rank: int, group: int) -> dict[str, Any]:
+    def _base_state(self, rank: int, group: int) -> Content:
         return _as(dict, _as(dict, self._base(rank).get("state") or {}).get(group) or {})
 
-    def _base(self, rank: int) -> dict[str, Any]:
+    def _base(self, rank: int) -> Content:
         """Return the state of torch's own optimizer."""
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
         base = self._optimizer(rank).get(key) or {}
@@ -292,7 +294,7 @@ class ZeroCheckpoint:
             )
         return _as(dict, base)
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> list[Content]:
         groups, taken = [], set[int]()
         for group in _as(list, self._base(0).get("param_groups") or self.optimizer.get("param_groups") or []):
             hyper = {key: group[key] for key in _as(dict, group) if key not in ("params", "param_names")}
@@ -305,11 +307,11 @@ class ZeroCheckpoint:
         return groups
 
 
-def _in_flat(start: int, length: int, numel: int, index: int) -> Place:
+def _in_flat(start: int, length: int, numel: int, index: int) -> ElementPlace:
     """Return the place of an element of a parameter. start: the parameter's position in the flat tensor.
     length: length of the parts into which that is split."""
     rank, at = divmod(start + index, length)
-    return Place(rank, at, min(length - at, numel - index))
+    return ElementPlace(rank, at, min(length - at, numel - index))
 
 
 def _as(kind: type[_Kind], value: object) -> _Kind:
@@ -335,7 +337,7 @@ def _shapes(groups: list[object]) -> list[dict[str, Dims]]:
 
 
 def _stage(stage: object) -> int:
-    stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
+    stage = stage.args[0] if isinstance(stage, PickledObject) and stage.args else stage
     if stage not in (1, 2, 3):
         raise _Unexpected(f"its stage is {stage!r}")
     return _as(int, stage)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from holdfast._core.base.values import Buffer
-from holdfast._core.format.pickle_reader import Record
-from holdfast._core.io.torch_file import StoredTensor
+from holdfast._core.format.pickle_reader import PickledObject
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, Dims
 from holdfast._core.state.memory import torch_dtype
+from holdfast._frameworks.deepspeed.torch_file import TorchFileTensor
 from holdfast.errors import CorruptCheckpoint
 
 
-class Place(NamedTuple):
+class ElementPlace(NamedTuple):
     """The position of a tensor's element."""
 
     rank: int
@@ -33,8 +33,8 @@ class Elements:
         self,
         dtype: str,
         shape: Dims,
-        find: Callable[[int], StoredTensor],
-        place: Callable[[int], Place],
+        find: Callable[[int], TorchFileTensor],
+        place: Callable[[int], ElementPlace],
     ) -> None:
         """find: returns a rank's part. place: returns the position of an element."""
         self.dtype, self.shape, self.numel = dtype, shape, math.prod(shape)
@@ -42,11 +42,14 @@ class Elements:
         self._find, self._place = find, place
 
     @classmethod
-    def of(cls, tensor: StoredTensor, shape: Dims) -> Elements:
+    def of(cls, tensor: TorchFileTensor, shape: Dims) -> Elements:
         """Make one from a tensor in a single file, with this shape."""
         tensor.locate()  # a shape that its file can't fill is refused here
         return cls(
-            tensor.dtype, shape, lambda rank: tensor, lambda index: Place(0, index, tensor.numel - index)
+            tensor.dtype,
+            shape,
+            lambda rank: tensor,
+            lambda index: ElementPlace(0, index, tensor.numel - index),
         )
 
     def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
@@ -81,13 +84,13 @@ class NotPlain(Exception):
     """A value contains instances of classes, or is too large for the file. The message describes it."""
 
 
-def plain(value: object, room: list[int]) -> Any:
+def plain(value: object, room: list[int]) -> object:
     """Return a value with its tensors read. room: remaining bytes that it may take in memory (updated here):
     a small file may make a large value by repeated references."""
-    room[0] -= value.size if isinstance(value, StoredTensor) else 1
+    room[0] -= value.size if isinstance(value, TorchFileTensor) else 1
     if room[0] < 0:
         raise NotPlain("larger than its file")
-    if isinstance(value, StoredTensor):
+    if isinstance(value, TorchFileTensor):
         return Elements.of(value, value.shape).whole()
     if type(value) is dict:
         return {plain(key, room): plain(item, room) for key, item in value.items()}
@@ -95,4 +98,4 @@ def plain(value: object, room: list[int]) -> Any:
         return type(value)(plain(item, room) for item in value)  # type: ignore[call-arg, attr-defined]
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
-    raise NotPlain(f"an instance of {value.kind}" if isinstance(value, Record) else repr(value))
+    raise NotPlain(f"an instance of {value.kind}" if isinstance(value, PickledObject) else repr(value))

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from holdfast._core.io.small_files import read_file
-from holdfast._core.io.torch_file import StoredTensor
 from holdfast._core.layout.tensor import CODE_OF
 from holdfast._core.state.memory import torch_dtype
 from holdfast._core.store.base import Store
@@ -31,15 +30,19 @@ from holdfast._frameworks.deepspeed.checkpoint import (
     OF_RANK,
     OPTIMIZER,
     WHOLE,
+    Content,
     ZeroCheckpoint,
     open_zero,
 )
 from holdfast._frameworks.deepspeed.elements import Elements
+from holdfast._frameworks.deepspeed.torch_file import TorchFileTensor
 from holdfast._frameworks.patching import Replacement
 from holdfast._frameworks.settings import Settings
 from holdfast.errors import BadInput, MissingTensors
 
 log = logging.getLogger("holdfast")
+Engine: TypeAlias = Any
+"""A DeepSpeedEngine."""
 _OWN = ("module", "frozen_param_fragments")
 """The entries of the model's file that differ between ranks."""
 _FLATS = (
@@ -56,7 +59,7 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
     def make(original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
         def load_checkpoint(
-            self: Any,
+            self: Engine,
             load_dir: str | os.PathLike[str],
             tag: str | None = None,
             *args: object,
@@ -71,7 +74,7 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
 
 
 @contextmanager
-def _repartitioned(engine: Any, load_dir: str | os.PathLike[str], tag: str | None) -> Iterator[None]:
+def _repartitioned(engine: Engine, load_dir: str | os.PathLike[str], tag: str | None) -> Iterator[None]:
     """Within the block, let the engine read a checkpoint of another number of ranks or stage as its own."""
     store = open_store(load_dir)
     newest = read_file(store, LATEST, 4096) if tag is None else str(tag).encode()
@@ -92,7 +95,7 @@ def _repartitioned(engine: Any, load_dir: str | os.PathLike[str], tag: str | Non
             del engine._get_all_ckpt_names
 
 
-def _is_of_others(engine: Any, store: Store) -> bool:
+def _is_of_others(engine: Engine, store: Store) -> bool:
     """Return whether a checkpoint is from another number of ranks or another stage, and of a kind that
     DeepSpeed loads only with the same ones."""
     others = (
@@ -109,21 +112,21 @@ def _is_of_others(engine: Any, store: Store) -> bool:
 class _Reader:
     """Replaces the engine's checkpoint engine: returns this rank's states in the live engine's layout."""
 
-    def __init__(self, engine: Any, checkpoint: ZeroCheckpoint, own: Any) -> None:
+    def __init__(self, engine: Engine, checkpoint: ZeroCheckpoint, own: object) -> None:
         self._engine, self._checkpoint, self._own = engine, checkpoint, own
         self._optimizer = engine.optimizer
         self._rank = torch.distributed.get_rank(group=self._optimizer.dp_process_group)
         self._is_cut = engine.zero_optimization_partition_weights()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._own, name)
 
-    def load(self, path: str, map_location: object = None) -> dict[str, Any]:
+    def load(self, path: str, map_location: object = None) -> Content:
         return self._model_state() if path.endswith(MODEL) else {"optimizer_state_dict": self._zero_state()}
 
     # -- the model, and what belongs to no rank ------------------------------------------------------
 
-    def _model_state(self) -> dict[str, Any]:
+    def _model_state(self) -> Content:
         common = self._checkpoint.common
         state = self._checkpoint.plain({key: common[key] for key in common if key not in _OWN})
         live = self._engine.module.state_dict()
@@ -140,7 +143,7 @@ class _Reader:
             return torch.empty(live.shape, dtype=live.dtype)
         stored = self._checkpoint.common["module"].get(name)
         # Prefer the file's tensor, which is in the module's own dtype.
-        has = isinstance(stored, StoredTensor) and stored.numel > 0
+        has = isinstance(stored, TorchFileTensor) and stored.numel > 0
         made = (Elements.of(stored, stored.shape) if has else self._checkpoint.model[name]).whole()
         return made if live is None else made.to(live.dtype)
 
@@ -157,7 +160,7 @@ class _Reader:
 
     # -- the optimizer ---------------------------------------------------------------------------------
 
-    def _zero_state(self) -> dict[str, Any]:
+    def _zero_state(self) -> Content:
         shapes = self._engine._get_zero_param_shapes()
         self._compare(shapes)
         state = self._checkpoint.plain(
@@ -191,7 +194,7 @@ class _Reader:
                     rank=self._engine.global_rank,
                 )
 
-    def _groups(self, shapes: list[Mapping[str, torch.Size]]) -> list[dict[str, Any]]:
+    def _groups(self, shapes: list[Mapping[str, torch.Size]]) -> list[Content]:
         """Return the hyperparameters of each group, with the engine's numbers of its flat tensors.
 
         Raises BadInput if the checkpoint has no group of the same parameters.
@@ -248,7 +251,7 @@ class _Reader:
             position += numel + (padding[number][index] if padding else 0)
         return made
 
-    def _scaler(self) -> Any:
+    def _scaler(self) -> object:
         """Return a copy of the engine's loss scaler, with the numbers of the stored one."""
         scaler = copy(getattr(self._optimizer, "loss_scaler", None))
         for key, value in self._checkpoint.loss_scaler.items():

@@ -1,1 +1,1 @@
-"""Replacements for frameworks' functions that load and save published weights."""
+"""Published weights loaded into, and saved from, live Megatron models: what the bridges' folders share."""

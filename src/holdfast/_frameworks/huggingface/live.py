@@ -8,9 +8,8 @@ different decisions would wait for each other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from holdfast._core.layout.tensor import counted, listed
 from holdfast._core.protocol.call import Call
 from holdfast._core.protocol.operation import agree, read_state
 from holdfast._core.store.local import open_store
+from holdfast._frameworks.huggingface.weights import Left, Weights
 from holdfast._frameworks.megatron import mcore
 from holdfast._frameworks.megatron.checkpointing import load_state
 from holdfast._frameworks.megatron.saving import own_containers, read_state_dict
@@ -47,26 +47,8 @@ _NOT_OURS = (BadInput, MissingTensors, ShapeMismatch, CoverageError)
 """Errors for a model or folder that does not match the tables. All ranks raise the same one."""
 
 
-class Left(Exception):
-    """Raised with the reason why a call is left to the framework."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights of a live model, and the published folder that they are (or were) loaded from.
-
-    chunks: the parts of the model on this rank, one for each virtual pipeline stage; they may have wrappers.
-    folder: a path.
-    without: the output layer's name, if it is not loaded.
-    """
-
-    chunks: Sequence[torch.nn.Module]
-    folder: str
-    without: tuple[str, ...] = ()
-
-    def modules(self) -> list[torch.nn.Module]:
-        """Return the parts of the model without wrappers."""
-        return [unwrapped(chunk) for chunk in self.chunks]
+class LiveWeights(Weights):
+    """Weights, described as megatron-core and Hugging Face do."""
 
     def describe(self) -> mcore.StateDict:
         """Return the sharded state dict of the weights alone, by chunk."""
@@ -89,13 +71,6 @@ class Weights:
     def view(self) -> View:
         """The published model that is loaded."""
         return published_folder(open_store(self.folder)).view
-
-
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Remove the wrappers for training (DDP, Float16Module) from a model."""
-    while isinstance(inner := getattr(module, "module", None), torch.nn.Module):
-        module = inner
-    return module
 
 
 def fill(asked: Weights | Left, place: str, call: Call) -> None:
@@ -185,12 +160,12 @@ def _left_if_not_ours() -> Iterator[None]:
         raise Left(str(error)) from error
 
 
-def _agree(asked: Weights | Left, place: str, call: Call, to_load: bool) -> Weights:
+def _agree(asked: Weights | Left, place: str, call: Call, to_load: bool) -> LiveWeights:
     """Return the weights; raise Left on all ranks if the call is unsupported on one of them."""
     if isinstance(asked, Left):
         why, folder = str(asked), ""
     else:
-        weights, folder = asked, asked.folder
+        weights, folder = LiveWeights(asked.chunks, asked.folder, asked.without), asked.folder
         why = str(read_state(lambda: _check(weights, place, call, to_load), call.rank) or "")
 
     def choose(reports: dict[int, Json]) -> str:
@@ -204,10 +179,10 @@ def _agree(asked: Weights | Left, place: str, call: Call, to_load: bool) -> Weig
     chosen = agree(title, f"{place}|{to_load}", choose, call, [why, folder])
     if isinstance(asked, Left) or chosen:
         raise Left(str(chosen))
-    return asked
+    return weights
 
 
-def _check(weights: Weights, place: str, call: Call, to_load: bool) -> None:
+def _check(weights: LiveWeights, place: str, call: Call, to_load: bool) -> None:
     """Raise an error if this rank's model is unsupported: it is not megatron-core's, or has quantized
     weights, or the published model lacks some of them, or has them in another shape."""
     for module in weights.modules():

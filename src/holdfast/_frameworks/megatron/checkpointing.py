@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -32,8 +31,9 @@ from holdfast._core.store.base import Store
 from holdfast._core.store.local import open_store
 from holdfast._core.store.run_folder import step_of
 from holdfast._frameworks.arguments import taking_those_of
-from holdfast._frameworks.foreign_errors import of_megatron, raising
+from holdfast._frameworks.foreign_errors import raising
 from holdfast._frameworks.megatron import mcore, steps
+from holdfast._frameworks.megatron.errors import of_megatron
 from holdfast._frameworks.megatron.integrity import check_integrity
 from holdfast._frameworks.megatron.metadata import (
     is_stock,
@@ -47,7 +47,7 @@ from holdfast._frameworks.megatron.per_rank import nearest
 from holdfast._frameworks.megatron.queue import Committed
 from holdfast._frameworks.megatron.saving import own_containers, read_state_dict, save_at_once
 from holdfast._frameworks.megatron.shards import take_data, to_load
-from holdfast._models.views.hugging_face import PublishedModel
+from holdfast._models.views.published_model import PublishedModel
 from holdfast.errors import BadInput, MissingTensors
 
 log = logging.getLogger("holdfast")
@@ -136,7 +136,7 @@ def load(
     verify_integrity: bool = False,
     process_group: ProcessGroup | None = None,
     job: Job | None = None,
-) -> Any:
+) -> mcore.Loaded:
     """Load what a sharded state dict asks for, as `megatron.core.dist_checkpointing.load` does. By position
     it takes the arguments of the installed version, as `save`.
 
@@ -173,7 +173,7 @@ def load_state(
     left_out: frozenset[str] = frozenset(),
     may_be_left: Callable[[str], bool] | None = None,
     left_together: Callable[[str], bool] = lambda name: False,
-) -> Any:
+) -> mcore.Loaded:
     """Load from a store; otherwise as `load`.
 
     left_out, may_be_left, left_together: as in `LoadRequest`; None: according to `strict`.

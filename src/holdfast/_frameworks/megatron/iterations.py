@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from holdfast._core.background.pending import Pending
 from holdfast._core.format.names import TRACKER
@@ -16,9 +16,10 @@ from holdfast._core.run.turns import one_at_a_time
 from holdfast._core.saving.job import SaveJob
 from holdfast._core.store.local import open_store
 from holdfast._core.store.run_folder import newest_steps
-from holdfast._frameworks.foreign_errors import of_megatron, raising
+from holdfast._frameworks.foreign_errors import raising
 from holdfast._frameworks.megatron import mcore
 from holdfast._frameworks.megatron.checkpointing import load_state
+from holdfast._frameworks.megatron.errors import of_megatron
 from holdfast._frameworks.megatron.metadata import mark, write_after_commit
 from holdfast._frameworks.megatron.saving import read_state_dict
 from holdfast._models.huggingface.export import ExportReport, run_export
@@ -77,7 +78,7 @@ class Checkpoints(RunFolder):
         *,
         strict: mcore.StrictHandling | str = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
         fallback: bool = True,
-    ) -> Any:
+    ) -> mcore.Loaded:
         """Load the newest committed iteration, or the given one; return as `load`, or None if there is none.
 
         All ranks load the same one. If it is damaged, the one before it is loaded, with a warning, unless

@@ -16,6 +16,7 @@ import torch
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from holdfast._core.format.torch_objects import Allowed
+from holdfast._frameworks.arguments import Function
 from holdfast._frameworks.patching import original_of
 
 try:
@@ -55,6 +56,8 @@ except ImportError as error:
 
 StateDict: TypeAlias = dict[str, Any]
 """A state dict, sharded or not, or a part of one: nested dicts and lists with a framework's values."""
+Loaded: TypeAlias = Any
+"""The result of a load: a state dict, or a tuple of it and the missing and unexpected keys."""
 ByOptimizer: TypeAlias = dict[Any, Any]
 """The state of a ChainedOptimizer: its optimizers' states by number, and other entries by name."""
 CONTENT_METADATA = "content_metadata"
@@ -63,9 +66,9 @@ FULLY_RESHARDABLE = "fully_reshardable"
 FSDP_DTENSOR = "fsdp_dtensor"
 
 
-def stock(name: str) -> Callable[..., Any]:
+def stock(name: str) -> Function:
     """Return megatron-core's own function of `dist_checkpointing`, also after `install()`."""
-    found: Callable[..., Any] = getattr(serialization, name)
+    found: Function = getattr(serialization, name)
     return original_of(found)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from holdfast._core.base.reporting import warn_once
-from holdfast._core.format import objects
+from holdfast._core.format import objects, plain_objects
 from holdfast._core.format.names import (
     COMMON,
     COMMON_FILE,
@@ -27,16 +27,17 @@ from holdfast._core.format.torch_dist import only_one
 from holdfast._core.format.torch_objects import allowing
 from holdfast._core.io.open_checkpoint import open_source
 from holdfast._core.io.small_files import read_file
-from holdfast._core.io.stored_object import read_object
 from holdfast._core.layout.tensor import OBJECT
 from holdfast._core.state.leaf import Flat
 from holdfast._core.state.memory import torch_dtype
 from holdfast._core.store.base import Store, replace_file
 from holdfast._core.store.local import open_store
-from holdfast._frameworks import dcp_metadata
 from holdfast._frameworks.arguments import taking_those_of
-from holdfast._frameworks.foreign_errors import of_megatron, raising
+from holdfast._frameworks.foreign_errors import raising
 from holdfast._frameworks.megatron import mcore
+from holdfast._frameworks.megatron.errors import of_megatron
+from holdfast._frameworks.torch_dcp import metadata as dcp_metadata
+from holdfast._frameworks.torch_dcp.stored_object import read_object
 from holdfast.errors import BadInput, HoldfastError
 
 log = logging.getLogger("holdfast")
@@ -54,7 +55,7 @@ def read_common(store: Store) -> mcore.StateDict:
     with allowing(mcore.safe_types(stock=True)):
         common = read_object(store, COMMON)
         if common is None and (data := read_file(store, COMMON_FILE)) is not None:
-            common = objects.decode(objects.TORCH + data, COMMON_FILE)
+            common = objects.decode(plain_objects.TORCH + data, COMMON_FILE)
         elif common is None and (shard := read_object(store, COMMON_SHARD)) is not None:
             common = only_one(shard, COMMON_SHARD)
     return common if isinstance(common, dict) else {}

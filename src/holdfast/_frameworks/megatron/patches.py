@@ -1,5 +1,5 @@
 """Replacements for functions of megatron-core: save and load, optimizers' state dicts, the queue of
-asynchronous saves, `initialize_model_parallel`, and Megatron-FSDP's description of uneven tensors.
+asynchronous saves, `initialize_model_parallel`, and those of Megatron-FSDP, which megatron-core contains.
 
 verl, Megatron-LM, Megatron-Bridge and ms-swift all call these functions. This module does not import
 megatron-core: a replacement imports what it needs when it is called.
@@ -8,7 +8,6 @@ megatron-core: a replacement imports what it needs when it is called.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
@@ -22,11 +21,12 @@ from holdfast._core.base.reporting import warn_once
 from holdfast._core.protocol.call import own_timeout
 from holdfast._frameworks.arguments import by_name, names_of
 from holdfast._frameworks.guard import is_guarded
+from holdfast._frameworks.megatron_fsdp import patches as megatron_fsdp
 from holdfast._frameworks.patching import MakeReplacement, Replacement
 from holdfast._frameworks.ray import is_between_calls
 from holdfast._frameworks.settings import Settings
 from holdfast._groups.lifecycle.warm_up import warm_up as warm_up_groups
-from holdfast._groups.session.session import Session
+from holdfast._groups.session.session import GroupSession
 from holdfast.errors import BadInput, GroupsFailed
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("holdfast")
 Function = Callable[..., object]
-_sessions: list[Session] = []
+_sessions: list[GroupSession] = []
 """The session of this process, if it has one."""
 _CORE = "megatron.core.dist_checkpointing"
 QUEUE = f"{_CORE}.strategies.async_utils"
@@ -49,20 +49,11 @@ _WITH_ORIGINAL = (
     (QUEUE, "AsyncCallsQueue.maybe_finalize_async_calls", "queue", "finalize"),
 )
 """Methods, with the module and function of Holdfast that replaces them and is also given the original."""
-_SPLITS = "megatron.core.transformer.fsdp_dtensor_checkpoint"
-_UNEVEN = ("megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor", "megatron_fsdp.uneven_dtensor")
-_PREPARE = (
-    ("megatron.bridge.training.checkpointing", "preprocess_fsdp_dtensor_state_dict"),
-    ("megatron.training.checkpointing", "preprocess_fsdp_dtensor_state_dict"),
-    ("swift.megatron.utils.megatron_fsdp_checkpoint", "_preprocess_state_dict"),
-)
-"""Functions with the arguments (configuration, state, model)."""
 PLANNED_BY = (
     f"{_CORE}.strategies.state_dict_saver",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver",
 )
 """Modules whose `save_state_dict_async_plan` begins an asynchronous save of fsdp_dtensor and torch_dcp."""
-_here = threading.local()
 
 
 def replacements(settings: Settings) -> Iterator[Replacement]:
@@ -87,13 +78,7 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
     yield Replacement(f"{_CORE}.validation", name, "checkpoints", make, optional=True, takes=takes)
     for place, name, module, ours in _WITH_ORIGINAL:
         yield Replacement(place, name, "checkpoints", _through(module, ours), takes=_taken(module, ours))
-    for name in ("handle_swiglu_in_state_dict", "handle_gdn_in_state_dict"):
-        yield Replacement(_SPLITS, name, "checkpoints", _split(name), optional=True)
-    for module in _UNEVEN:
-        name = "preprocess_state_dict_for_uneven_dtensor"
-        yield Replacement(module, name, "checkpoints", _uneven, optional=True)
-    for module, name in _PREPARE:
-        yield Replacement(module, name, "checkpoints", _with_model, optional=True)
+    yield from megatron_fsdp.replacements()
     for module in PLANNED_BY:
         yield Replacement(module, "save_state_dict_async_plan", "checkpoints", _told, optional=True)
     yield Replacement(
@@ -179,7 +164,7 @@ def _begin_session(settings: Settings) -> None:
     job = replace(settings.job, timeout=max(settings.job.timeout or TIMEOUT, own_timeout(None)))
     # A process has one session, but a framework may make new groups.
     if settings.session and not _sessions:
-        made = Session(
+        made = GroupSession(
             job=job,
             after_end=settings.after_end,
             warm=settings.warm_up,
@@ -190,50 +175,6 @@ def _begin_session(settings: Settings) -> None:
         _sessions.append(made.until_exit(is_between_calls))
     elif settings.warm_up:
         warm_up_groups(job=job, operations=settings.operations, memory_budget=settings.memory_budget)
-
-
-def _split(name: str) -> MakeReplacement:
-    """Make Megatron-FSDP's function that splits fused parameters: ours, without a collective.
-
-    A parameter that never got a gradient has no optimizer state on some ranks; with stock code, ranks then
-    issue different collectives. Here such ranks add zeros, which is the value of that state.
-    """
-
-    def make(original: Function) -> Function:
-        @wraps(original)
-        def call(
-            model: object,
-            model_state_dict: object,
-            optimizer_state_dict: object = None,
-            *args: object,
-            **named: object,
-        ) -> object:
-            fsdp = import_module("holdfast._frameworks.megatron_fsdp")
-            if isinstance(optimizer_state_dict, dict) and "state" in optimizer_state_dict:
-                # Before the split, so that the added state is split, too.
-                fsdp.fill_missing_states(model, optimizer_state_dict)
-            return getattr(fsdp, name)(model, model_state_dict, optimizer_state_dict, *args, **named)
-
-        return call
-
-    return make
-
-
-def _uneven(original: Function) -> Function:
-    """Make the function that sets chunk metadata: Holdfast's, with the model's parameters, in a save or load
-    by Holdfast; stock's elsewhere, because torch DCP needs its metadata."""
-
-    @wraps(original)
-    def preprocess_state_dict_for_uneven_dtensor(
-        state_dict: object, *args: object, **named: object
-    ) -> object:
-        model = getattr(_here, "model", None)
-        if model is None or not is_guarded():
-            return original(state_dict, *args, **named)
-        fsdp = import_module("holdfast._frameworks.megatron_fsdp")
-        return fsdp.preprocess_state_dict_for_uneven_dtensor(state_dict, model)
-
-    return preprocess_state_dict_for_uneven_dtensor
 
 
 def _told(original: Function) -> Function:
@@ -251,20 +192,3 @@ def _told(original: Function) -> Function:
         return original(*args, **named)
 
     return save_state_dict_async_plan
-
-
-def _with_model(original: Function) -> Function:
-    """Make the function that prepares an fsdp_dtensor state, and remember its model for `_uneven`, which
-    stock code calls without the model."""
-
-    @wraps(original)
-    def prepare(*args: object, **named: object) -> object:
-        # Each framework has other names for the first two arguments.
-        given = by_name(original, names_of(original), args, named)
-        outer, _here.model = getattr(_here, "model", None), given["model"]
-        try:
-            return original(*args, **named)
-        finally:
-            _here.model = outer
-
-    return prepare

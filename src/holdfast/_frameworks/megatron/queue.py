@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from holdfast._core.background.pending import Pending
 from holdfast._core.protocol.consensus import StepConsensus
-from holdfast._frameworks.foreign_errors import of_megatron, raising
+from holdfast._frameworks.foreign_errors import raising
 from holdfast._frameworks.guard import note_committed, telling_apart
 from holdfast._frameworks.megatron import mcore
+from holdfast._frameworks.megatron.errors import of_megatron
 
 
 class Committed:

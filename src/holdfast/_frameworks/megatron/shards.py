@@ -16,7 +16,7 @@ the rule use the same facts, which the code that made the state dict sets alike 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from holdfast._core.format.names import COMMON
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.ranks import progressions
 from holdfast._core.layout.tensor import Dims, TensorSpec
-from holdfast._core.state.leaf import Leaf
+from holdfast._core.state.leaf import Leaf, Put
 from holdfast._core.state.memory import Part, ViewMemory, spec_of
 from holdfast._core.state.tensors import Shard
 from holdfast._core.torch_private import base_of
@@ -222,7 +222,7 @@ def _ignore(value: object) -> None:
     """Ignore a loaded value: tensors are filled in place."""
 
 
-def _into(item: mcore.ShardedTensor | mcore.ShardedObject, stock: bool) -> Callable[[Any], None]:
+def _into(item: mcore.ShardedTensor | mcore.ShardedObject, stock: bool) -> Put:
     def put(value: Any) -> None:
         item.data = value[0] if stock else value
 

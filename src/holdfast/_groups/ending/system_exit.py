@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn
 
 from holdfast._core.base.stacks import calls_of_traceback
 from holdfast._core.process.exits import note_code, uncaught
+from holdfast._core.roster.lost import PROGRAM_ENDED
 
 
 class ProgramExit(NamedTuple):
@@ -54,7 +55,7 @@ def how_it_ended() -> str:
     if _program_exit is not None:
         return f"its program {_program_exit}"
     error = uncaught()
-    return "its program has ended" if error is None else f"its program was ended by {type(error).__name__}"
+    return PROGRAM_ENDED if error is None else f"its program was ended by {type(error).__name__}"
 
 
 def see_exits(user: object) -> None:

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from holdfast._core.base.values import Message, size_text
 from holdfast._core.protocol.liveness import STALLED
-from holdfast._core.roster.presence import Seen, describe
+from holdfast._core.roster.lost import Seen, describe
 from holdfast._groups.lifecycle.claims import label, listed
 from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed
 
 
 @dataclass(frozen=True)
-class Place:
+class WarmUpPlace:
     """The position of a rank in a warm-up, from its presence message."""
 
     position: int = -1
@@ -29,7 +29,7 @@ class Place:
     """Free bytes of GPU memory."""
 
     @classmethod
-    def of(cls, record: Message) -> Place:
+    def of(cls, record: Message) -> WarmUpPlace:
         issued, free = record.get("issued"), record.get("free")
         numbers = [record.get(name) for name in ("position", "round", "operation")]
         position, number, operation = (one if isinstance(one, int) else -1 for one in numbers)
@@ -51,10 +51,10 @@ class Plan(NamedTuple):
     rounds: dict[str, int]
 
 
-def places_of(seen: dict[int, Seen], key: str) -> dict[int, Place]:
+def places_of(seen: dict[int, Seen], key: str) -> dict[int, WarmUpPlace]:
     """Return the positions of ranks in the warm-up with this key; ranks outside of it are omitted."""
     return {
-        rank: Place.of(one.vitals.operations[key])
+        rank: WarmUpPlace.of(one.vitals.operations[key])
         for rank, one in seen.items()
         if one.vitals is not None and key in one.vitals.operations
     }
@@ -66,13 +66,20 @@ def may_be_explained(error: RankFailed) -> bool:
 
 
 def who_did_not_come(
-    error: RankFailed, seen: dict[int, Seen], key: str, places: dict[int, Place], plan: Plan, seconds: float
+    error: RankFailed,
+    seen: dict[int, Seen],
+    key: str,
+    places: dict[int, WarmUpPlace],
+    plan: Plan,
+    seconds: float,
 ) -> HoldfastError | None:
     """Return an error that lists arrived and missing ranks of the earliest unfinished group."""
     stuck = []
     for name, (_, ranks) in plan.groups.items():
         # Below 0: the rank has not come to the group. 0: it is in it. Above 0: it is done with it.
-        ahead = {rank: places.get(rank, Place()).position - plan.order[rank].index(name) for rank in ranks}
+        ahead = {
+            rank: places.get(rank, WarmUpPlace()).position - plan.order[rank].index(name) for rank in ranks
+        }
         absent = [rank for rank in ranks if ahead[rank] < 0]
         if len(absent) < len(ranks) and any(count <= 0 for count in ahead.values()):
             inside = [rank for rank in ranks if ahead[rank] == 0]
@@ -95,7 +102,7 @@ def who_did_not_come(
     behind = [rank for rank in inside if rank not in later] if later else []
     culprits = absent or held or (not_issued if issued else []) or behind or arrived
     infos = tuple(describe(rank, seen[rank], time.time(), why[rank], key) for rank in culprits[:8])
-    free = places.get(culprits[0], Place()).free
+    free = places.get(culprits[0], WarmUpPlace()).free
     memory = "" if free is None else f", with {size_text(free)} of GPU memory free"
     them = f"{'; '.join(map(str, infos))}{memory}"
     if absent:

@@ -23,10 +23,10 @@ from holdfast._core.base.values import Message, size_text
 from holdfast._core.protocol.call import Call, begin_call
 from holdfast._core.protocol.job import Job, job_of
 from holdfast._core.protocol.task import CollectiveTask
-from holdfast._core.roster.presence import Seen, describe, see
+from holdfast._core.roster.lost import DYING, Seen, describe, see
 from holdfast._core.torch_private import KnownGroup, collectives_issued, is_open, known_groups
 from holdfast._groups.audit.doctor import serve
-from holdfast._groups.lifecycle.absent import Place, Plan, may_be_explained, places_of, who_did_not_come
+from holdfast._groups.lifecycle.absent import Plan, WarmUpPlace, may_be_explained, places_of, who_did_not_come
 from holdfast._groups.lifecycle.claims import agreed, claim, label
 from holdfast._groups.lifecycle.collectives import NotSupported, issue, usable_devices
 from holdfast._groups.lifecycle.device import Device
@@ -36,9 +36,6 @@ from holdfast._groups.lifecycle.report import IssuedOperation, WarmedGroup, Warm
 from holdfast._groups.lifecycle.state import facts, opened, warm
 from holdfast._groups.lifecycle.uses import OPERATIONS, uses
 from holdfast.errors import BadInput, GroupsFailed, HoldfastError, RankFailed, first_line
-
-DYING = 1.0
-"""Maximum seconds between the loss of a process's connections and its end."""
 
 
 class _WarmUp(CollectiveTask):
@@ -250,7 +247,7 @@ class _WarmUp(CollectiveTask):
 
     def suspicion(self, seen: Seen) -> int:
         """First ranks that are behind, then those that have not issued their collective."""
-        place = places_of({0: seen}, self.operation.context.key).get(0, Place())
+        place = places_of({0: seen}, self.operation.context.key).get(0, WarmUpPlace())
         return 2 * place.round + (place.issued is not False)
 
     def better(self, error: HoldfastError) -> HoldfastError | None:
@@ -260,7 +257,7 @@ class _WarmUp(CollectiveTask):
         if self._order and isinstance(error, RankFailed) and may_be_explained(error):
             context = self.operation.context
             seen = see(self.roster, context.participants)
-            places = places_of(seen, context.key) | {self.roster.rank: Place.of(self.now())}
+            places = places_of(seen, context.key) | {self.roster.rank: WarmUpPlace.of(self.now())}
             plan = Plan(self._everyone, self._order, self._round)
             return who_did_not_come(error, seen, context.key, places, plan, self.operation.seconds())
         return None

@@ -17,13 +17,12 @@ from contextlib import suppress
 
 import msgspec
 
-from holdfast._core.base.deadline import StallTimer
 from holdfast._core.base.threads import start_thread
 from holdfast._core.base.values import Message
 from holdfast._core.roster.base import Roster, get_ours
 from holdfast._core.roster.beacon import Presence
-from holdfast._core.roster.presence import Gone, Seen, Vitals, describe, see
-from holdfast._core.roster.process import ENDED, HELD, Identity
+from holdfast._core.roster.lost import Gone, Seen, Stalls, describe, host_of_store, see
+from holdfast._core.roster.presence import Vitals
 from holdfast._core.roster.whereabouts import PATIENCE, Inquiry
 from holdfast.errors import HoldfastError, RankFailed, RankInfo, RosterLost, from_message
 
@@ -53,8 +52,8 @@ class Monitor:
         self.presence.look, self.presence.on_gone = self._look, self._on_gone
         self.presence.on_lost = self._on_lost
         self._bounded = roster.bounded()
-        self._stall, self._on_failure = stall_timeout, on_failure
-        self._timers: dict[int, StallTimer] = {}
+        self._on_failure, self._looked = on_failure, time.monotonic()
+        self._stalls = None if stall_timeout is None else Stalls(stall_timeout)
         self._silent_since: float | None = None
         """Since when the message store does not answer."""
         self._said_silent = self._over = False
@@ -183,16 +182,17 @@ class Monitor:
         self._silent_since, self._said_silent = None, False
         if failed is not None:
             self.set_failure(from_message(failed))
-        elif self._stall is not None:
-            self._give_up_silent(self._stall)
+        elif self._stalls is not None:
+            self._give_up_silent(self._stalls)
 
-    def _give_up_silent(self, limit: float) -> None:
+    def _give_up_silent(self, stalls: Stalls) -> None:
         """Treat neighbours as failed that have not renewed their message within `stall_timeout`."""
+        before, self._looked = self._looked, time.monotonic()
+        stalls.forgive(self._looked - before - self.presence.beacon.interval)
         for rank, seen in see(self._bounded, self.presence.beacon.watch.near()).items():
-            timer = self._timers.setdefault(rank, StallTimer(limit))
-            timer.see(seen.vitals.beat if seen.vitals is not None else None)
-            if timer.stalled() and not seen.ended:
-                self._claim(rank, seen, f"silent for {timer.quiet_for():.0f} s (stall_timeout)")
+            quiet = stalls.note(rank, seen.vitals.beat if seen.vitals is not None else None)
+            if quiet is not None and not seen.ended:
+                self._claim(rank, seen, f"silent for {quiet:.0f} s (stall_timeout)")
 
     def _on_gone(self, rank: int, gone: Gone) -> None:
         if gone.clean or self._over:
@@ -220,33 +220,19 @@ class Monitor:
         session."""
         self._silent_since = self._silent_since or time.monotonic()
         silent = time.monotonic() - self._silent_since
-        who = self.host.who if self.host is not None else None
-        if who is not None and who.rank != self.roster.rank and not self._over:
-            how = self._how_it_ended(who, error, silent)
-            if how:
-                how = f"{how}, and the message store with it"
-                info = describe(who.rank, Seen(self.host), time.time(), how)
-                self.set_failure(
-                    RankFailed(f"The session ended because of {info}.", rank=who.rank, missing=(info,))
-                )
-                return
+        watch, rank, seen = self.presence.beacon.watch, self.server, Seen()
+        if self.host is not None:
+            seen = host_of_store(self.host, error, silent, watch.lost_after, rank in watch.hears())
+        if rank is not None and rank != self.roster.rank and not self._over and seen.ended:
+            info = describe(rank, seen, time.time(), f"{seen.ended}, and the message store with it")
+            self.set_failure(RankFailed(f"The session ended because of {info}.", rank=rank, missing=(info,)))
+            return
         if silent >= self.presence.beacon.report_after and not self._said_silent:
             self._said_silent = True
-            state = who.state() if who is not None and who.is_of_this_machine() else ""
-            where = f" It is in the process of rank {who.rank}." if who is not None else ""
+            where = f" It is in the process of rank {rank}." if rank is not None else ""
+            held = f" That {seen.held().removeprefix('it ')}." if seen.held() else ""
             log.warning(
                 "The message store has not answered for %.0f s.%s%s Until it answers, ranks can't see each "
                 "other; training goes on.",
-                *(silent, where, f" That is {HELD[state]} (state {state})." if state in HELD else ""),
+                *(silent, where, held),
             )
-
-    def _how_it_ended(self, who: Identity, error: RosterLost, silent: float) -> str:
-        """Describe how the process that hosts the message store has ended; "" if it may still be alive."""
-        if not error.details.get("refused"):
-            return ""
-        if who.is_of_this_machine():
-            return "" if who.state() or who.exited_with_0() else who.how_it_ended()
-        watch = self.presence.beacon.watch
-        # A firewall refuses, too, but closes no connection in order.
-        sure = error.details.get("ended") or silent >= watch.lost_after
-        return ENDED if sure and who.rank not in watch.hears() else ""

@@ -45,7 +45,7 @@ from holdfast.errors import HoldfastError, RosterLost
 LOOK = 0.25
 """Seconds between two checks for failed ranks while waiting for others."""
 log = logging.getLogger("holdfast")
-open_sessions: list[Session] = []
+open_sessions: list[GroupSession] = []
 """Sessions that have begun and not ended."""
 
 
@@ -72,7 +72,7 @@ class _Meeting(CollectiveTask):
     """Wait for all ranks."""
 
 
-class Session:
+class GroupSession:
     """See `holdfast.session`."""
 
     def __init__(

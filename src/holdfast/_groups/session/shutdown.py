@@ -26,6 +26,7 @@ from holdfast._core.process.exits import hurry, say
 from holdfast._core.process.under_way import last_works, wait_for_works
 from holdfast._core.protocol.task import CollectiveTask
 from holdfast._core.roster.base import Roster
+from holdfast._core.roster.lost import by_kernel
 from holdfast._core.roster.presence import Vitals
 from holdfast._groups.ending.bound import arm, disarm
 from holdfast._groups.lifecycle.close import abort_all
@@ -305,9 +306,9 @@ def see_off(known: Vitals | None, ends: float) -> None:
 
     This rank's own lines are printed by then, so the other rank's traceback comes last.
     """
-    if known is None or not known.who.is_of_this_machine():
+    if known is None or by_kernel(known.who).there is None:
         return
-    while known.who.state():
+    while by_kernel(known.who).there:
         if time.monotonic() >= ends:
             return
         time.sleep(0.02)

@@ -19,7 +19,7 @@ from holdfast._core.io.small_files import read_file
 from holdfast._core.store.base import FOLDERS, Store, replace_file
 from holdfast._core.store.publishing import HIDDEN
 from holdfast._models.views import hub_format as hf
-from holdfast._models.views.hugging_face import read_config
+from holdfast._models.views.published_model import read_config
 from holdfast.errors import BadInput, HoldfastError
 
 

@@ -14,7 +14,6 @@ from holdfast._core.format.names import DATA, IMPORTED_MODEL
 from holdfast._core.io.index_file import open_index
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import DTYPES, Dims, TensorSpec
-from holdfast._core.plan.byte_ranges import runs_of
 from holdfast._core.protocol.call import Call
 from holdfast._core.protocol.operation import agree
 from holdfast._core.ready import ready
@@ -22,6 +21,7 @@ from holdfast._core.saving.job import SaveJob, SaveReport
 from holdfast._core.saving.request import SaveRequest
 from holdfast._core.state.leaf import Flat, Leaf
 from holdfast._core.store.base import Store
+from holdfast._models.conversion.byte_ranges import runs_of
 from holdfast._models.conversion.folder import (
     carried,
     delete,

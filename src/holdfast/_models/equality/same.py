@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast._core.existing.comparing import Elements, differences
+from holdfast._core.existing.comparing import BoxElements, differences
 from holdfast._core.format.columns import Array
 from holdfast._core.format.fingerprint import box_sums, nothing, text_of
 from holdfast._core.io.raw_read import slabs
@@ -362,22 +362,22 @@ class _Comparison:
                 elements += int(differ.sum())
         return elements > 0, elements, first
 
-    def _read(self, side: FolderSide, place: int, pair: _Pair, region: _Region, part: Box) -> Elements:
+    def _read(self, side: FolderSide, place: int, pair: _Pair, region: _Region, part: Box) -> BoxElements:
         """Read a part of a region from a side, in the dtype of the comparison."""
         stored = region.stored[place]
         tensor = side.read(pair.specs[place], part, stored)
         self.bytes_read += tensor.nbytes
         self._progress(self.bytes_read)
         if stored == region.dtype:
-            return Elements(_bytes_of(one_nan(tensor) if region.is_cast else tensor))
+            return BoxElements(_bytes_of(one_nan(tensor) if region.is_cast else tensor))
         made = cast(tensor, torch_dtype(region.dtype))
         self._has_nan |= made.has_nan
         if made.lost is None:
-            return Elements(_bytes_of(made.tensor))
+            return BoxElements(_bytes_of(made.tensor))
         self.rounded[pair.specs[0].name] = DTYPES[region.dtype].name
         self._lost.update({words: None for words, mask in zip(LOST, made.lost, strict=True) if mask.any()})
         lost = (made.lost[0] | made.lost[1]).reshape(-1)
-        return Elements(_bytes_of(made.tensor), lost.numpy() if lost.any() else None)
+        return BoxElements(_bytes_of(made.tensor), lost.numpy() if lost.any() else None)
 
     def _of_two_dtypes(self, name: str, mine: int, theirs: int, more: str = "") -> BadInput:
         """Return the error for a tensor whose dtypes can't be compared."""

@@ -28,7 +28,8 @@ from holdfast._core.store.pins import Pin
 from holdfast._models.equality.fingerprints import Fingerprint
 from holdfast._models.equality.rounding import Rounded
 from holdfast._models.views import hub_format as hf
-from holdfast._models.views.hugging_face import PublishedModel, weights_file
+from holdfast._models.views.hugging_face import weights_file
+from holdfast._models.views.published_model import PublishedModel
 from holdfast._models.views.sources import IndexedModel
 from holdfast.errors import BadInput, NotCommitted
 

@@ -1,8 +1,8 @@
 """Export of a checkpoint's weights to a folder that transformers loads.
 
-Every published tensor is assembled from boxes of the checkpoint's tensors, one slab at a time. A file gets
-its final name once it is complete, and the weights' index is written last. So transformers does not load the
-folder of a killed export as a model, and a rerun keeps the complete files.
+Every published tensor is assembled from boxes of the checkpoint's tensors (`assembling`), one slab at a
+time. A file gets its final name once it is complete, and the weights' index is written last. So transformers
+does not load the folder of a killed export as a model, and a rerun keeps the complete files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from itertools import chain
 from typing import NamedTuple
 
 import msgspec
-import torch
 
 from holdfast._core.base.reporting import quiet
 from holdfast._core.base.values import Message, ReportProgress
@@ -28,30 +27,26 @@ from holdfast._core.format.index import Index
 from holdfast._core.io.host_memory import ScratchBuffer, batches
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.on_threads import on_threads
-from holdfast._core.io.raw_read import fill_rows
-from holdfast._core.layout.box import Box, cut, whole
-from holdfast._core.layout.tensor import DTYPES, FLOATS, TensorSpec
+from holdfast._core.layout.box import cut, whole
+from holdfast._core.layout.tensor import DTYPES, FLOATS
 from holdfast._core.loading.alike import hold_the_same
-from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.protocol.call import Call, begin_call
 from holdfast._core.protocol.job import Job, job_of
 from holdfast._core.protocol.operation import read_state
 from holdfast._core.protocol.task import CollectiveTask
-from holdfast._core.state.memory import ShiftedMemory, TensorMemory, torch_dtype
-from holdfast._core.state.reordered import as_ours
 from holdfast._core.store.base import Store, Writer, replace_file, storage_errors
 from holdfast._core.store.filesystem import make_durably
 from holdfast._core.store.local import LocalStore, open_store
 from holdfast._core.store.pins import Pin
-from holdfast._core.store.whole_files import WholeFiles
 from holdfast._models.conversion.folder import carried, put_files, refuse_changed
+from holdfast._models.huggingface.assembling import PublishedPart, assemble
 from holdfast._models.huggingface.published_tensors import (
     PublishedTensor,
     plan_export,
     share_among_files,
 )
+from holdfast._models.huggingface.whole_files import WholeFiles
 from holdfast._models.views import hub_format as hf
-from holdfast._models.views.mapping import MINUS_ONE, Segment
 from holdfast.errors import BadInput
 
 SLAB = 32 << 20
@@ -339,29 +334,14 @@ class _Export(CollectiveTask):
         """Yield the bytes of tensors in order, from `offset` of the file on: several small tensors at a time,
         or a part of a large one."""
         parts = (
-            _PublishedPart(tensor, box)
+            PublishedPart(tensor, box)
             for tensor in tensors
             for box in cut(whole(tensor.shape), SLAB // DTYPES[tensor.code].size)
         )
         for batch in batches(parts, SLAB):
             memory = self._free.pop()
-            yield _Slab(offset, memory, self._read(batch, memory))
+            yield _Slab(offset, memory, assemble(self.store, self._index, batch, memory))
             offset += sum(part.nbytes for part in batch)
-
-    def _read(self, batch: Sequence[_PublishedPart], memory: ScratchBuffer) -> list[memoryview]:
-        """Read and assemble parts of published tensors in `memory`."""
-        memory.reset()
-        table, targets = ShardTable(), [_target(part, memory) for part in batch]
-        for (tensor, box), target in zip(batch, targets, strict=True):
-            for spec, segment in tensor.pieces:
-                seen = box
-                if segment.split:  # no slab is so small that it cuts the last axis
-                    seen = Box((*box.offset, 0), (*box.shape[:-1], *segment.whole[-2:]))
-                _add(table, spec, segment, target.view(seen.shape), seen)
-        fill_rows(self.store, self._index, table)
-        for part, target in zip(batch, targets, strict=True):
-            part.tensor.check_cast(target)
-        return [target.view(-1).view(torch.uint8).numpy().data for target in targets]
 
 
 class _Slab(NamedTuple):
@@ -370,35 +350,3 @@ class _Slab(NamedTuple):
     offset: int
     memory: ScratchBuffer
     buffers: Sequence[memoryview]
-
-
-class _PublishedPart(NamedTuple):
-    """A part of a published tensor."""
-
-    tensor: PublishedTensor
-    box: Box
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.volume * DTYPES[self.tensor.code].size
-
-
-def _target(part: _PublishedPart, slab: ScratchBuffer) -> torch.Tensor:
-    """Return memory for a part; reused, because new memory costs as much as a copy."""
-    dtype, shape = torch_dtype(part.tensor.code), part.box.shape
-    memory = slab.take(part.nbytes) if part.nbytes else None
-    if memory is None:  # nothing, or many small parts, whose alignment gaps add up
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def _add(table: ShardTable, spec: TensorSpec, segment: Segment, target: torch.Tensor, part: Box) -> None:
-    """Add the rows of a segment in a part of the published tensor; `target` is the memory of the part."""
-    ours = segment.ours(part)
-    if ours is None:
-        return
-    theirs = segment.theirs(ours).relative_to(part.offset)
-    view = as_ours(target[theirs.slices()], segment.axes)
-    stored = torch_dtype(spec.dtype)
-    memory = ShiftedMemory(view, stored, 1) if segment.change == MINUS_ONE else TensorMemory(view, stored)
-    table.add(spec, ours, (0, 1), False, memory)

@@ -24,13 +24,12 @@ from holdfast._core.io.source import Source
 from holdfast._core.layout.grid import Grid, grid_of
 from holdfast._core.layout.ranks import ranks_of, ranks_text
 from holdfast._core.layout.tensor import DTYPES, TensorSpec
-from holdfast._core.plan.byte_ranges import ByteRange, byte_ranges
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.store.base import Folder, Store
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
+from holdfast._models.conversion.byte_ranges import ByteRange, byte_ranges
 from holdfast._models.huggingface.slice_writer import Fetched, SliceWriter
-from holdfast._models.views.hugging_face import PublishedModel
 from holdfast._models.views.needs import (
     Needs,
     of_published,
@@ -39,6 +38,7 @@ from holdfast._models.views.needs import (
     sizes_stored,
     together,
 )
+from holdfast._models.views.published_model import PublishedModel
 from holdfast._models.views.rank_share import share_of, stages_of
 from holdfast.errors import BadInput, DeadlineExceeded
 

@@ -98,7 +98,7 @@ def published_folder(base: Store) -> HuggingFaceFolder:
 
 def check_named(folder: HuggingFaceFolder, strict: bool, tells: bool) -> None:
     """Raise BadInput for weights that no table names; if not `strict`, warn of them."""
-    if not (unnamed := folder.unnamed()):
+    if not (unnamed := folder.unnamed(folder.names())):
         return
     sentence = (
         f"{folder.where} holds {len(unnamed)} weights that the family {folder.view.family.name!r} does not "

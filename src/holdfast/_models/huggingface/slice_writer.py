@@ -23,7 +23,7 @@ from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.format.index import Index
 from holdfast._core.format.index_layout import encode
 from holdfast._core.format.names import CONFIG, DATA, SLICE, data_file, is_fetched, name_of_fetch
-from holdfast._core.format.slice import ABOUT, PUBLISHED, Origin, read_origin
+from holdfast._core.format.slice import ABOUT, PUBLISHED, SliceOrigin, read_origin
 from holdfast._core.io.file_writer import WriteRequest, write_files
 from holdfast._core.io.host_memory import HostMemory, ScratchBuffer, batches
 from holdfast._core.io.open_checkpoint import open_source
@@ -37,8 +37,8 @@ from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.store.base import Store, storage_errors
 from holdfast._core.store.filesystem import make_durably
 from holdfast._core.store.local import LocalStore
-from holdfast._core.store.whole_files import WholeFiles
 from holdfast._models.conversion.folder import left_in, put_files, read_files, refuse_changed
+from holdfast._models.huggingface.whole_files import WholeFiles
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.needs import Needs
 from holdfast.errors import BadInput, CorruptCheckpoint
@@ -115,7 +115,7 @@ class SliceWriter:
             if name.startswith(".") and is_fetched(name, self._fetch):
                 self._out.delete(f"{DATA}/{name}")
         put_files(self._out, read_files(self._store, self._carried))
-        origin = Origin(
+        origin = SliceOrigin(
             self._opened.identity,
             self._what.kind,
             self._store.url,

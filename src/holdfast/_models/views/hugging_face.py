@@ -3,108 +3,38 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import closing
 from functools import cached_property
 from threading import Lock
-from typing import Any
 
 import numpy as np
 
+from holdfast._core.base.values import Message
 from holdfast._core.format.columns import ITEMSIZE, Array, Columns
 from holdfast._core.format.container import Header, parse_header, raw_header
 from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.format.limits import bounded_memory, check_size
 from holdfast._core.io.small_files import read_file
-from holdfast._core.io.source import ForeignSource, Rows
+from holdfast._core.io.source import Rows
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.store.base import Kind, NotFound, Store
 from holdfast._models.views import hub_format as hf
-from holdfast._models.views.family import (
-    View,
-    is_known,
-    is_tied,
-    language_model,
-    output_and_embedding,
-    view_of,
-)
+from holdfast._models.views.published_model import PublishedModel, read_config
 from holdfast.errors import BadInput, CorruptCheckpoint
 
-_READ_METHODS = (None, "fp8", "mxfp4")
-"""Values of `quant_method` in a configuration whose scales `views.scaled` reads; None: no such key."""
-_PACKED = ("qweight", "weight_packed")
-"""Names that replace `weight` in a quantized module: by GPTQ and AWQ; by compressed-tensors."""
 SMALL = 1 << 30
 """Limit of a tensor that is read whole, such as scales: one per 16,384 elements."""
 
 
-class PublishedModel(ForeignSource):
-    """A published model, complete or in part, and its configuration. Its subclasses are sources of loads."""
-
-    where: str
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    @abstractmethod
-    def place(self, name: str) -> hf.Place | None:
-        """Return the position, dtype and shape of a tensor; None if there is none of that name."""
-
-    @abstractmethod
-    def read_rows(self, name: str, rows: tuple[int, int] | None = None) -> bytes:
-        """Return the bytes of a small tensor, or of the `(first, count)` of its rows along the last axis.
-        Thread-safe."""
-
-    @abstractmethod
-    def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name."""
-
-    @cached_property
-    def config(self) -> dict[str, object]:
-        """Content of `config.json`; empty if there is none."""
-        return read_config(self._store) or {}
-
-    @cached_property
-    def view(self) -> View:
-        """The model in the names and shapes of megatron-core. BadInput if the model is unknown."""
-        return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self.has)
-
-    @property
-    def tied(self) -> tuple[str, str] | None:
-        """The output layer and the embedding, if both are stored, and the configuration ties them."""
-        names = output_and_embedding(self.config, self.has)
-        return names if is_tied(self.config) and all(map(self.has, names)) else None
-
-    @property
-    def view_if_known(self) -> View | None:
-        """The view; None if no table contains the model, or it has no configuration."""
-        return self.view if is_known(language_model(self.config)) else None
+class LoadedModel(PublishedModel):
+    """A published model that a load reads, under the names and shapes of a state."""
 
     def translate(self, table: ShardTable, owner: Sequence[int]) -> Rows:
-        from holdfast._models.views.published import (
-            see_published,  # here: it imports torch, and listing needs none
-        )
+        # Here: it imports torch, which commands that only list a model do not.
+        from holdfast._models.views.published import see_published
 
         return see_published(self, table, owner)
-
-    def is_weight(self, name: str) -> bool:
-        return hf.is_weight(name)
-
-    def refuse_quantized(self, name: str) -> None:
-        """Raise BadInput if the folder has a weight only in a quantized form that Holdfast does not read."""
-        module = name.removesuffix("weight")
-        packed = next((module + ending for ending in _PACKED if self.has(module + ending)), "")
-        said = self.config.get("quantization_config")
-        method = said.get("quant_method") if isinstance(said, dict) else None
-        if packed or (method not in _READ_METHODS and self.has(name)):
-            raise BadInput(
-                f"{self.where} holds {packed or name!r} quantized by {method or 'GPTQ or AWQ'}, which "
-                f"Holdfast does not read.",
-                hint="Give the folder of the model before it was quantized; its README mostly names it "
-                "(base_model).",
-                details={"tensor": name},
-            )
 
 
 def weights_file(store: Store) -> str | None:
@@ -127,7 +57,7 @@ def weights_file(store: Store) -> str | None:
     return next((name for name, entry in entries if entry and entry.kind in (Kind.FILE, Kind.LINK)), None)
 
 
-class HuggingFaceFolder(PublishedModel):
+class HuggingFaceFolder(LoadedModel):
     """A folder of safetensors files with the hub's names. Headers are read once; a selection opens only the
     files of its tensors."""
 
@@ -139,7 +69,7 @@ class HuggingFaceFolder(PublishedModel):
         folder just to check that it is unchanged."""
         super().__init__(store)
         self.where = f"{store.url}/{file}"
-        self.about: dict[str, Any] = {"step": None}
+        self.about: Message = {"step": None}
         self.bytes_read = 0
         self._file = file
         self._headers: dict[str, Header] = {}
@@ -202,26 +132,6 @@ class HuggingFaceFolder(PublishedModel):
             header = self._header(file)
             lines.append(f"{file} {self._sizes[file]} {hex_digest(digest(header.raw))}")
         return hex_digest(digest("\n".join(lines).encode()))
-
-    def unnamed(self) -> list[str]:
-        """Return the published weights that the model's table does not name; none without a table, or if the
-        weights are in a quantized form that Holdfast does not read.
-
-        Of a model that contains a known language model and has no table itself, only names of that count.
-        """
-        quantized = self.config.get("quantization_config")
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-        view = self.view_if_known
-        if view is None or method not in _READ_METHODS:
-            return []
-        inner = view.outer is None and language_model(self.config) is not self.config
-        return [
-            name
-            for name in self._names
-            if self.is_weight(name)
-            and not view.names(name)
-            and (not inner or view.is_of_language_model(name))
-        ]
 
     def place(self, name: str) -> hf.Place | None:
         return self._place(name) if name in self._files else None
@@ -288,9 +198,3 @@ class HuggingFaceFolder(PublishedModel):
             hint="Files of two versions of the model may be mixed; copy the folder again.",
             details={"file": file, "tensor": name},
         )
-
-
-def read_config(store: Store) -> dict[str, object] | None:
-    """Return the content of a folder's `config.json`; None if there is none."""
-    data = read_file(store, hf.CONFIG, hf.CONFIG_BYTES)
-    return None if data is None else hf.decode(data, dict[str, object], f"{store.url}/{hf.CONFIG}")

@@ -17,10 +17,10 @@ from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, TensorSpec
 from holdfast._core.plan.shard_table import Memory, ShardTable
 from holdfast._core.state.memory import ShiftedMemory, TensorMemory, check_is_view, torch_dtype
-from holdfast._core.state.reordered import as_published
 from holdfast._models.views.hub_format import Place
-from holdfast._models.views.hugging_face import PublishedModel
 from holdfast._models.views.mapping import MINUS_ONE, Segment
+from holdfast._models.views.published_model import PublishedModel
+from holdfast._models.views.reordered import as_published
 from holdfast._models.views.scaled import IN_8_BITS, in_blocks, is_packed, packed_part
 from holdfast.errors import LoadFailed, MissingTensors, ShapeMismatch
 

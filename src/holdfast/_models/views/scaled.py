@@ -10,8 +10,8 @@ from holdfast._core.layout.tensor import CODE_OF, DTYPES, FLOATS, Dims, TensorSp
 from holdfast._core.plan.shard_table import Memory
 from holdfast._core.state.memory import TensorMemory, torch_dtype
 from holdfast._models.views.hub_format import SCALES, Place
-from holdfast._models.views.hugging_face import PublishedModel
 from holdfast._models.views.mapping import Segment
+from holdfast._models.views.published_model import PublishedModel
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 IN_8_BITS = CODE_OF["float8_e4m3fn"]

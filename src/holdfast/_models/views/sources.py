@@ -17,14 +17,14 @@ from holdfast._core.layout.box import from_flat_range
 from holdfast._core.layout.tensor import TensorSpec
 from holdfast._core.store.base import Store
 from holdfast._models.views import hub_format as hf
-from holdfast._models.views.hugging_face import SMALL, HuggingFaceFolder, PublishedModel
+from holdfast._models.views.hugging_face import SMALL, HuggingFaceFolder, LoadedModel
 
 
-class IndexedModel(IndexSource, PublishedModel):
+class IndexedModel(IndexSource, LoadedModel):
     """A published model in Holdfast data files, whose bytes have digests."""
 
     def __init__(self, store: Store, index: Index) -> None:
-        PublishedModel.__init__(self, store)
+        LoadedModel.__init__(self, store)
         IndexSource.__init__(self, index)
 
     @cached_property

@@ -179,10 +179,10 @@ def _of_packages() -> list[_Place]:
 
 def _read(place: _Place, through: tuple[str, ...] = ()) -> Table:
     """Read and check a file, and those that it extends. through: the files that extend it."""
-    return _Reader(place, through).table()
+    return _TableReader(place, through).table()
 
 
-class _Reader:
+class _TableReader:
     """Reads one table. Its errors name the file and, as far as it can be found, the line."""
 
     def __init__(self, place: _Place, through: tuple[str, ...]) -> None:
@@ -344,13 +344,13 @@ class _Reader:
 
 
 _TOP = ("about", "model_types", "extends")
-_LINKS: dict[str, Callable[[_Reader, str, object], object]] = {
-    "contains": _Reader._text,
-    "inside": _Reader._list_of_pairs,
-    "outside": _Reader._pairs,
-    "unchanged": _Reader._pairs,
-    "further": _Reader._texts,
-    "unused": _Reader._texts,
+_LINKS: dict[str, Callable[[_TableReader, str, object], object]] = {
+    "contains": _TableReader._text,
+    "inside": _TableReader._list_of_pairs,
+    "outside": _TableReader._pairs,
+    "unchanged": _TableReader._pairs,
+    "further": _TableReader._texts,
+    "unused": _TableReader._texts,
 }
 """Keys of a table besides _TOP and its sections, and what reads their values: fields of `Table`."""
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from holdfast._core.existing.comparing import Difference, Elements, check_files, differences
+from holdfast._core.existing.comparing import BoxElements, Difference, check_files, differences
 from holdfast._core.existing.target import checkpoint_at, number
-from holdfast._core.format import objects
+from holdfast._core.format import plain_objects
 from holdfast._core.format.columns import Array, Columns, unpad
 from holdfast._core.format.index import Index
 from holdfast._core.io.index_file import open_index
@@ -102,14 +102,14 @@ class _Side:
             found[box] = int(columns.block[chunk]), columns.digests_of(chunk).tobytes()
         return found
 
-    def reader(self, row: int) -> Callable[[Box], Elements]:
+    def reader(self, row: int) -> Callable[[Box], BoxElements]:
         """Return a function that reads boxes of a row."""
         columns = self.index.select(self.index.find([self.columns.names[row]]))
 
-        def read(box: Box) -> Elements:
+        def read(box: Box) -> BoxElements:
             data = read_box(self.store, columns, box, self.index.where)
             self.bytes_read += len(data)
-            return Elements(data)
+            return BoxElements(data)
 
         return read
 
@@ -136,9 +136,9 @@ class _IndexComparison:
         """Compare objects by value: different bytes may be equal values (a dict in another order)."""
         a, b = (side.reader(row)(whole(side.columns.shape_of(row))).data.tobytes() for side in self.sides)
         # Only plain objects are decoded: the other format would need torch.
-        plain = a[:1] == b[:1] == objects.PLAIN
-        if not plain or objects.without_classes(a) != objects.without_classes(b):
-            self.content.append(Content(name, "object", objects.preview(a), objects.preview(b)))
+        plain = a[:1] == b[:1] == plain_objects.PLAIN
+        if not plain or plain_objects.without_classes(a) != plain_objects.without_classes(b):
+            self.content.append(Content(name, "object", plain_objects.preview(a), plain_objects.preview(b)))
 
     def _tensor(self, name: str, row: int, mine: _Chunks, theirs: _Chunks) -> None:
         total, differ = _Total(), list[Box]()

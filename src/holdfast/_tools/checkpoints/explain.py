@@ -9,8 +9,8 @@ from holdfast._core.existing.target import checkpoint_at
 from holdfast._core.io.index_file import open_index
 from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import DTYPES, KINDS, OBJECT, nearest
-from holdfast._core.plan.explain import ChunkPart, needed
 from holdfast._core.store.base import Folder
+from holdfast._tools.checkpoints.needed import ChunkPart, needed
 from holdfast.errors import BadInput, MissingTensors
 
 

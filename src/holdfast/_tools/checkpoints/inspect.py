@@ -29,8 +29,6 @@ from holdfast.errors import HoldfastError, NotCommitted
 
 OURS = "Holdfast"
 """The format of a checkpoint with Holdfast's index."""
-SHOWN_OBJECT = 1 << 20
-"""Maximum bytes of an object that is read for display."""
 
 
 class File(msgspec.Struct, frozen=True):
@@ -263,17 +261,10 @@ def _tensor(
 
 
 def _value(store: Store, index: Index, row: int, nbytes: int) -> str:
-    """Return an object as one line of text. Damage is also described as text, so that the rest is shown."""
-    if nbytes > SHOWN_OBJECT:
-        return f"<{nbytes} bytes>"
     # Imported here, because what reads data takes a while to import, and many checkpoints show no object.
-    from holdfast._core.format import objects
-    from holdfast._core.io.raw_read import read_all
+    from holdfast._tools.checkpoints.object_text import object_text
 
-    try:
-        return objects.preview(read_all(store, index.select(np.asarray([row])), index.where))
-    except HoldfastError as error:
-        return f"<unreadable: {error.message}>"
+    return object_text(store, index, row, nbytes)
 
 
 def _step(step: int, store: Store, abouts: dict[int, Json]) -> RunStep:

@@ -19,8 +19,9 @@ from collections.abc import Collection
 import msgspec
 
 from holdfast._core.format.names import CONFIG, DATA, INDEX, METADATA
-from holdfast._core.io.index_file import nothing_there, open_index
+from holdfast._core.io.index_file import open_index
 from holdfast._core.io.old_steps import entries, old_files, own_names, remove_step
+from holdfast._core.store.absence import nothing_there
 from holdfast._core.store.base import FOLDERS, Entry, Folder, Kind, Store
 from holdfast._core.store.branches import is_left, left_behind
 from holdfast._core.store.local import open_store

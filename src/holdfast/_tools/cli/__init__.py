@@ -7,7 +7,6 @@ Exit codes: 0: success. 1: the check failed (damaged, different or missing). 2: 
 
 from __future__ import annotations
 
-import errno
 from importlib import import_module
 from keyword import iskeyword
 
@@ -65,14 +64,8 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            from holdfast.errors import HoldfastError
-
-            # Any other error is a bug: show its traceback.
-            if not isinstance(error, HoldfastError):
+            if not _is_told(error):
                 raise
-            from holdfast._tools.cli.output import complain
-
-            complain(str(error))
             ctx.exit(2)
 
 
@@ -90,9 +83,14 @@ def main() -> None:
     try:
         cli(prog_name="holdfast")
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if not _is_told(error):
             raise
-        from holdfast._tools.cli.output import complain
-
-        complain(f"The output could not be written: {error}")
         raise SystemExit(2) from None
+
+
+def _is_told(error: Exception) -> bool:
+    """Print an error of the library, or of the output, as one sentence. Any other error is a bug: return
+    False, and its traceback is shown."""
+    from holdfast._tools.cli import output  # here: `--help` does not need it
+
+    return output.is_told(error)

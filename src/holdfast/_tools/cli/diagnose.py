@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from holdfast._tools.cli import output
+from holdfast._watch.diagnose import diagnose
+from holdfast._watch.read import read_all
 from holdfast._watch.verdict import MEANS, TODO, Diagnosis, Observation, listed
 
 SHOWN = 12
@@ -22,9 +24,6 @@ def command(places: tuple[str, ...], as_json: bool) -> None:
     dump is the number at the end of its name. Nothing in them is executed. Exit code 1 if the evidence tells
     neither who nor why.
     """
-    from holdfast._watch.diagnose import diagnose
-    from holdfast._watch.read import read_all
-
     found = diagnose(read_all(places))
     output.report(found, as_json, show, passed=found.who is not None or found.why is not None)
 

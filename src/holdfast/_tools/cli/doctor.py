@@ -7,7 +7,7 @@ import platform
 import click
 
 from holdfast._core.base.options import all_variables
-from holdfast._frameworks.versions import found_frameworks
+from holdfast._frameworks.frameworks import found_frameworks
 from holdfast._groups.audit.doctor import ask, variables_of
 from holdfast._groups.audit.hazards import NAMES, Hazard, ProcessFacts, hazards, of_variables
 from holdfast._groups.audit.known import affects, redirecting_bridges, versions_here

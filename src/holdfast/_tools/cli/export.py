@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from holdfast._core.base.values import size_text
 from holdfast._tools.cli import output
+from holdfast._tools.cli.progress import progress
+
+if TYPE_CHECKING:
+    from holdfast._models.huggingface.export import ExportReport
 
 
 @click.command("export")
@@ -30,42 +36,34 @@ def command(
     hf: its weights to a folder that transformers loads. SOURCE has a model of megatron-core's; --like gives
     configuration and tokenizer. After an interruption the same command goes on. A few hundred MB of memory.
     """
-    if kind == "hf":
-        _to_huggingface(source, out, like, dtype, partial, as_json)
-        return
-    if like or dtype or partial:
+    if kind == "torch_dist" and (like or dtype or partial):
         raise click.UsageError("--like, --dtype and --partial are for hf.")
-    from holdfast._frameworks.torch_dist import export_torch_dist
+    if kind == "hf" and like is None:
+        raise click.UsageError("hf needs --like, the folder of the published model.")
+    from holdfast._tools.cli import conversions
 
-    with output.progress(f"export {source}") as advance:
-        written = export_torch_dist(source, out, progress=advance)
+    if kind == "hf" and like is not None:
+        with progress(f"export {source}") as advance:
+            report = conversions.export_huggingface(
+                source,
+                out,
+                like=like,
+                dtype=dtype,
+                strict=not partial,
+                progress=advance,
+                job=conversions.job_alone(),
+            )
+        output.report(report, as_json, _show)
+        return
+    with progress(f"export {source}") as advance:
+        written = conversions.export_torch_dist(source, out, progress=advance)
     if as_json:
         output.print_json({"path": out, "bytes_written": written})
     else:
         output.say(f"{out}: {size_text(written)}.")
 
 
-def _to_huggingface(
-    source: str, out: str, like: str | None, dtype: str | None, partial: bool, as_json: bool
-) -> None:
-    from holdfast._core.protocol.job import Job
-    from holdfast._models.huggingface.export import export_huggingface
-
-    if like is None:
-        raise click.UsageError("hf needs --like, the folder of the published model.")
-    with output.progress(f"export {source}") as advance:
-        report = export_huggingface(
-            source,
-            out,
-            like=like,
-            dtype=dtype,
-            strict=not partial,
-            progress=advance,
-            job=Job(no_dist=True, timeout=7 * 86400.0),
-        )
-    if as_json:
-        output.print_json(report)
-        return
+def _show(report: ExportReport) -> None:
     output.say(
         f"{report.path}: {output.count(report.tensors, 'tensor')} in {output.count(report.files, 'file')}, "
         f"{size_text(report.bytes_written)} written."

@@ -7,6 +7,7 @@ import click
 from holdfast._core.base.values import size_text
 from holdfast._models.huggingface.fetch import FetchReport, fetch
 from holdfast._tools.cli import output
+from holdfast._tools.cli.progress import progress
 
 
 @click.command("fetch")
@@ -35,7 +36,7 @@ def command(
 
     --grid takes world, tp, pp, cp, ep, etp, vpp, order and first_rank, as holdfast.Grid does.
     """
-    with output.progress(f"fetch {source}") as advance:
+    with progress(f"fetch {source}") as advance:
         report = fetch(
             source,
             ranks,

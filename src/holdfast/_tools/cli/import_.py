@@ -6,6 +6,7 @@ import click
 
 from holdfast._core.base.values import size_text
 from holdfast._tools.cli import output
+from holdfast._tools.cli.progress import progress
 
 
 @click.command("import")
@@ -34,19 +35,16 @@ def command(
     """
     if unnamed and kind != "hf":
         raise click.UsageError("--unnamed is for hf.")
-    # Imported here, because they import torch, and `--help` must not.
-    from holdfast._core.base.options import Options
-    from holdfast._core.protocol.job import Job
-    from holdfast._frameworks.deepspeed.importing import import_zero
-    from holdfast._frameworks.torch_dist import import_torch_dist
-    from holdfast._models.huggingface.importing import import_huggingface
+    from holdfast._tools.cli import conversions
 
-    with output.progress(f"import {source}") as advance:
+    with progress(f"import {source}") as advance:
         if kind == "hf":
-            job = Job(options=Options(fingerprint=fingerprint), no_dist=True, timeout=7 * 86400.0)
-            report = import_huggingface(source, out, step=step, strict=not unnamed, progress=advance, job=job)
+            job = conversions.job_alone(fingerprint)
+            report = conversions.import_huggingface(
+                source, out, step=step, strict=not unnamed, progress=advance, job=job
+            )
         else:
-            convert = import_zero if kind == "zero" else import_torch_dist
+            convert = conversions.import_zero if kind == "zero" else conversions.import_torch_dist
             report = convert(source, out, step=step, fingerprint=fingerprint, progress=advance)
     if as_json:
         output.print_json(report)

@@ -45,7 +45,7 @@ def _check(folder: str, as_json: bool) -> None:
     if source is None:
         raise BadInput(f"{folder} is no folder of a published model that can be read.")
     family = source.view.family  # BadInput for a model without a table
-    unnamed = {pattern: len(names) for pattern, names in by_pattern(source.unnamed()).items()}
+    unnamed = {pattern: len(names) for pattern, names in by_pattern(source.unnamed(source.names())).items()}
     if as_json:
         output.print_json({"family": family.name, "tensors": source.tensors, "unnamed": unnamed})
     else:

@@ -1,4 +1,4 @@
-"""Output of commands: JSON, tables, sizes, times and a progress bar.
+"""Output of commands: JSON, tables, sizes and times.
 
 Names in a checkpoint are untrusted data. They are printed without markup and control characters, so that
 they can't manipulate the terminal.
@@ -6,14 +6,15 @@ they can't manipulate the terminal.
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from holdfast._core.base.values import printable
+from holdfast.errors import HoldfastError
 
 if TYPE_CHECKING:
     from holdfast._models.equality.verdict import Same
@@ -26,6 +27,17 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON d
 
 def complain(sentence: str) -> None:
     click.echo(f"holdfast: {printable(sentence)}", err=True)
+
+
+def is_told(error: Exception) -> bool:
+    """Print an error as one sentence, if it is the library's, or about an output that can't be written."""
+    if isinstance(error, HoldfastError):
+        complain(str(error))
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        complain(f"The output could not be written: {error}")
+        return True
+    return False
 
 
 def say(sentence: str) -> None:
@@ -117,21 +129,3 @@ def listed(values: Sequence[object], most: int = 8) -> str:
 def box_text(offset: Sequence[int], shape: Sequence[int]) -> str:
     """Format a box as `0:4,10:20`, as `--box` takes it; `all` for a tensor without axes."""
     return ",".join(f"{low}:{low + length}" for low, length in zip(offset, shape, strict=True)) or "all"
-
-
-@contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr (nothing without a terminal); yield a function that takes (done, total) bytes."""
-    import sys
-
-    from holdfast._core.base import bar as _bar
-
-    _bar.own = False
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-
-    with _bar.progress(Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(printable(title), total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -8,7 +8,7 @@ import click
 
 from holdfast._core.base.values import size_text
 from holdfast._tools.cli import output
-from holdfast._tools.recorded.report import Run, facts, page_of
+from holdfast._tools.recorded.report import RecordedRun, facts, page_of
 from holdfast._tools.recorded.trace import write_trace
 from holdfast.errors import BadInput
 
@@ -26,7 +26,7 @@ def command(run: str, page: str, trace: str | None, as_json: bool) -> None:
     Timeline, saves, loads and waits are those of a job that records its events (HOLDFAST_EVENTS, or
     holdfast.events.record); roll calls are those in the run folder. --json prints them, and writes no page.
     """
-    found, now = Run(run), time.time()
+    found, now = RecordedRun(run), time.time()
     try:
         if trace is not None:
             with open(trace, "w", encoding="utf-8") as file:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+import holdfast
 from holdfast._core.base.values import size_text
 from holdfast._tools.cli import output
+from holdfast._tools.cli.progress import progress
 
 if TYPE_CHECKING:
     from holdfast._models.equality.verdict import Same, Unlike
@@ -35,11 +37,9 @@ def command(
     that Hugging Face publishes. Where saves have noted fingerprints no data is read. Exit code 0: same, 1:
     different, 2: trouble.
     """
-    # Imported here, because it imports torch, and `--help` must not.
-    from holdfast._models.equality.same import same
-
-    with output.progress(f"same {a} {b}") as advance:
-        comparison = same(
+    with progress(f"same {a} {b}") as advance:
+        # By its public name, which is imported at its first use: it imports torch, and `--help` must not.
+        comparison = holdfast.same(
             a,
             b,
             where=where,

@@ -9,6 +9,7 @@ import click
 from holdfast._core.base.values import size_text
 from holdfast._tools.checkpoints.verify import Verified, VerifiedRun, verify
 from holdfast._tools.cli import output
+from holdfast._tools.cli.progress import progress
 
 
 @click.command("verify")
@@ -28,7 +29,7 @@ def command(path: str, quick: bool, threads: int, as_json: bool) -> None:
     PATH may be a run folder: then all committed steps are checked. Exit code 1 if anything is
     damaged.
     """
-    with output.progress("verifying") as bar:
+    with progress("verifying") as bar:
         report = verify(path, quick, threads, bar)
     output.report(report, as_json, _show, report.whole)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from holdfast._tools.recorded.timeline import text
 from holdfast._watch.diagnose import diagnose
-from holdfast._watch.evidence import Call, Evidence
+from holdfast._watch.evidence import Evidence, Frame
 from holdfast._watch.positions import Position, positions_of
 from holdfast._watch.read import read_all
 from holdfast._watch.shared_call import ROLL_CALLS
@@ -110,9 +110,9 @@ def tree(evidence: Evidence) -> list[Block]:
     return blocks
 
 
-def _parts(stacks: dict[int, tuple[Call, ...]], depth: int, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _parts(stacks: dict[int, tuple[Frame, ...]], depth: int, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Partition ranks by their frame at a depth, the fewest first; without stacks that end before it."""
-    parts: dict[Call, list[int]] = {}
+    parts: dict[Frame, list[int]] = {}
     for rank in ranks:
         if len(stacks[rank]) > depth:
             parts.setdefault(stacks[rank][depth], []).append(rank)

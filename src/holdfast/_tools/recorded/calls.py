@@ -16,7 +16,7 @@ NOTABLE = 1.0
 SHARE = 0.5
 
 
-class Call(NamedTuple):
+class JointCall(NamedTuple):
     """One save, load or other call on all of its ranks."""
 
     kind: str
@@ -65,22 +65,22 @@ def title(kind: str, step: int | None) -> str:
     return kind + (f" of step {step}" if step is not None else "")
 
 
-def joined(timelines: Iterable[RankTimeline]) -> list[Call]:
+def joined(timelines: Iterable[RankTimeline]) -> list[JointCall]:
     """Join the calls of all ranks, in the order of their begin: calls with the same kind, path and step form
     one call until a rank begins another such call."""
-    calls: list[Call] = []
-    newest: dict[tuple[str, str, int | None], Call] = {}
+    calls: list[JointCall] = []
+    newest: dict[tuple[str, str, int | None], JointCall] = {}
     of_ranks = (call for timeline in timelines for call in timeline.calls)
     for call in sorted(of_ranks, key=lambda call: call.begin):
         key = (call.kind, call.path, call.step)
         if key not in newest or call.rank in newest[key].ranks:
-            newest[key] = Call(*key, {})
+            newest[key] = JointCall(*key, {})
             calls.append(newest[key])
         newest[key].ranks[call.rank] = call
     return calls
 
 
-class Wait(NamedTuple):
+class ReportedWait(NamedTuple):
     """A wait for late ranks, as reported in the event logs."""
 
     at: float
@@ -93,7 +93,7 @@ class Wait(NamedTuple):
     came: bool
 
 
-def waits(timelines: Iterable[RankTimeline]) -> list[Wait]:
+def waits(timelines: Iterable[RankTimeline]) -> list[ReportedWait]:
     """List the reported waits; reports by several ranks about the same late ranks are merged."""
     found: dict[tuple[str, str, str, int | None], list[tuple[int, float, float, str]]] = defaultdict(list)
     came: dict[tuple[str, str, str, int | None], float] = {}
@@ -113,7 +113,7 @@ def waits(timelines: Iterable[RankTimeline]) -> list[Wait]:
                     (timeline.rank, line.at - seconds, seconds, text(line.fields.get("what") or ""))
                 )
     return sorted(
-        Wait(
+        ReportedWait(
             min(one[1] for one in told),
             title(key[0], key[3]),
             told[-1][3],
@@ -126,7 +126,7 @@ def waits(timelines: Iterable[RankTimeline]) -> list[Wait]:
     )
 
 
-def outliers(timelines: dict[int, RankTimeline], calls: list[Call], now: float) -> dict[int, str]:
+def outliers(timelines: dict[int, RankTimeline], calls: list[JointCall], now: float) -> dict[int, str]:
     """Return the outliers, the worst first, each with the reason: the rank failed, did not enter a call, or
     took longer than the median for its own part."""
     worst: dict[int, tuple[float, str]] = {}
@@ -137,7 +137,7 @@ def outliers(timelines: dict[int, RankTimeline], calls: list[Call], now: float) 
 
 
 def _reasons(
-    timelines: dict[int, RankTimeline], calls: list[Call], now: float
+    timelines: dict[int, RankTimeline], calls: list[JointCall], now: float
 ) -> Iterator[tuple[int, float, str]]:
     for call in calls:
         ranks = call.ranks

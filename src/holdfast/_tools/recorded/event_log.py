@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast._core.base.shared_folder import SharedFolder
 from holdfast._core.base.values import NO_JSON
-from holdfast._core.process.recording import EVENTS, Line
+from holdfast._core.process.recording import EVENTS, EventLine
 from holdfast._core.ready import ready
 from holdfast._watch.collector import RANKS
 from holdfast.errors import BadInput
@@ -30,7 +30,7 @@ _FILE = re.compile(r"rank-([0-9]{1,6})(\.old)?\.jsonl")
 class EventLogs(NamedTuple):
     """The event logs of all ranks of a run."""
 
-    ranks: dict[int, list[Line]]
+    ranks: dict[int, list[EventLine]]
     """The lines of each rank, in the order written."""
     skipped: int
     """Number of invalid lines."""
@@ -55,7 +55,7 @@ def read_events(run: str, in_all: int = IN_ALL) -> EventLogs:
     return EventLogs(logs, skipped)
 
 
-def _read(folder: SharedFolder, start: str, most: int) -> tuple[list[Line], int]:
+def _read(folder: SharedFolder, start: str, most: int) -> tuple[list[EventLine], int]:
     """Return the newest lines of one rank, and the number of invalid ones. start: prefix of file names."""
     data, read = b"", set()
     for name in (
@@ -79,7 +79,7 @@ def _read(folder: SharedFolder, start: str, most: int) -> tuple[list[Line], int]
             continue
         data = (part if size <= room else part.partition(b"\n")[2]) + data
     lines, skipped = [], 0
-    decode = msgspec.json.Decoder(ready(Line)).decode
+    decode = msgspec.json.Decoder(ready(EventLine)).decode
     for text in data[: data.rfind(b"\n") + 1].splitlines():  # the last line may be incomplete
         try:
             line = decode(text) if len(text) <= LONGEST else None

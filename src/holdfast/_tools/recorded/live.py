@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast._core.base.values import age_text, size_text
 from holdfast._tools.recorded.called import Called, read_called, roll_calls
-from holdfast._tools.recorded.calls import Call, joined
+from holdfast._tools.recorded.calls import JointCall, joined
 from holdfast._tools.recorded.event_log import read_events
 from holdfast._tools.recorded.timeline import RankTimeline, text, timeline_of
 from holdfast._watch.shared_call import ROLL_CALLS
@@ -123,7 +123,7 @@ def _doing(timelines: list[RankTimeline], now: float) -> list[Doing]:
     ]
 
 
-def _running(call: Call, behind: dict[int, str], now: float) -> str:
+def _running(call: JointCall, behind: dict[int, str], now: float) -> str:
     """Format the progress of a call, as `save of step 3, for 12 s; behind: rank 3: writing, 40%`."""
     phases: dict[str, list[int]] = defaultdict(list)
     for rank, phase in behind.items():
@@ -132,13 +132,13 @@ def _running(call: Call, behind: dict[int, str], now: float) -> str:
     return f"{call.title}, for {call.seconds(now):.0f} s" + (f"; behind: {'; '.join(parts)}" if parts else "")
 
 
-def _share(call: Call, ranks: list[int]) -> str:
+def _share(call: JointCall, ranks: list[int]) -> str:
     there = [call.ranks[rank] for rank in ranks if rank in call.ranks]
     done, total = sum(one.bytes for one in there), sum(one.bytes_total for one in there)
     return f", {min(done / total, 1.0):.0%}" if total else ""
 
 
-def _saved(call: Call, now: float) -> str:
+def _saved(call: JointCall, now: float) -> str:
     seconds = call.seconds(now)
     speed = call.bytes / max(seconds, 1e-6) / 1e9
     speed_text = f"{speed:,.1f} GB/s" if speed >= 1 else f"{speed * 1000:.0f} MB/s"

@@ -18,7 +18,7 @@ from holdfast._core.store.local import open_store
 from holdfast._core.store.run_folder import committed_steps
 from holdfast._tools.html import filled
 from holdfast._tools.recorded.called import Called, read_called, roll_calls, tree
-from holdfast._tools.recorded.calls import Call, joined, outliers, waits
+from holdfast._tools.recorded.calls import JointCall, joined, outliers, waits
 from holdfast._tools.recorded.event_log import read_events
 from holdfast._tools.recorded.timeline import WORKING, RankTimeline, number, text, timeline_of
 from holdfast._watch.verdict import TODO, listed
@@ -43,7 +43,7 @@ COLUMNS = 128
 """Maximum number of columns in the strip that shows which ranks are in a block."""
 
 
-class Run:
+class RecordedRun:
     """Everything recorded in a run folder, read once."""
 
     def __init__(self, folder: str) -> None:
@@ -87,7 +87,7 @@ def _steps(folder: str) -> list[tuple[int, float, int]]:
     return found
 
 
-def facts(run: Run, now: float) -> Message:
+def facts(run: RecordedRun, now: float) -> Message:
     """Return the data of the page, without the timeline. now: the current Unix time."""
     told = waits(run.ranks.values())
     saves = [call for call in run.calls if call.kind == "save" and call.outcome == "committed"]
@@ -117,7 +117,7 @@ def facts(run: Run, now: float) -> Message:
     }
 
 
-def page_of(run: Run, now: float) -> str:
+def page_of(run: RecordedRun, now: float) -> str:
     """Return the HTML page. now: the current Unix time."""
     data = facts(run, now)
     if run.ranks:
@@ -125,7 +125,7 @@ def page_of(run: Run, now: float) -> str:
     return filled(data, Path(__file__).with_suffix(".js"))
 
 
-def _call(call: Call, now: float) -> Message:
+def _call(call: JointCall, now: float) -> Message:
     own = [
         (part.seconds(now), one.rank, part.name)
         for one in call.ranks.values()
@@ -188,7 +188,7 @@ def _strip(ranks: tuple[int, ...], width: int, size: int) -> list[float]:
 # -- the timeline -------------------------------------------------------------------------------------------
 
 
-def _timeline(run: Run) -> Message:
+def _timeline(run: RecordedRun) -> Message:
     unlike = outliers(run.ranks, run.calls, run.end)
     if len(run.ranks) <= ROWS:
         rows = [([rank], unlike.get(rank, "")) for rank in run.ranks]
@@ -230,7 +230,7 @@ def _timeline(run: Run) -> Message:
 
 
 def _spans(
-    timeline: RankTimeline, run: Run, names: dict[tuple[str, str], int], title_of: dict[int, int]
+    timeline: RankTimeline, run: RecordedRun, names: dict[tuple[str, str], int], title_of: dict[int, int]
 ) -> list[tuple[int, int, int, int]]:
     """Return the spans of a rank: indices of name and call, begin and length, in milliseconds since the begin
     of the run."""

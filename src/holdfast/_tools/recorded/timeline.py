@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast._core.base.values import Json, printable, shortened
-from holdfast._core.process.recording import BEGUN, Line
+from holdfast._core.process.recording import BEGUN, EventLine
 from holdfast._core.protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TASK_TRANSITIONS, TRANSITIONS
 from holdfast._watch.collector import RANKS
 
@@ -22,7 +22,7 @@ LABEL = 120
 """Maximum length of a text."""
 
 
-class Part(NamedTuple):
+class TimedPhase(NamedTuple):
     """A phase of a call or of the program."""
 
     name: str
@@ -44,7 +44,7 @@ class RankCall:
     step: int | None
     begin: float
     end: float | None = None
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TimedPhase] = field(default_factory=list)
     outcome: str = ""
     """A phase of `FINAL`, or `CUT`; "" until it ends."""
     error: str = ""
@@ -60,7 +60,7 @@ class RankCall:
         if phase in FINAL or phase == CUT:
             self.end, self.outcome = at, phase
         else:
-            self.parts.append(Part(phase, at, None))
+            self.parts.append(TimedPhase(phase, at, None))
 
 
 @dataclass(slots=True)
@@ -69,9 +69,9 @@ class RankTimeline:
 
     rank: int
     calls: list[RankCall] = field(default_factory=list)
-    phases: list[Part] = field(default_factory=list)
+    phases: list[TimedPhase] = field(default_factory=list)
     """In the order of their ends, followed by the open phases, the outermost first."""
-    told: list[Line] = field(default_factory=list)
+    told: list[EventLine] = field(default_factory=list)
     """Events other than phases, such as reports of late ranks."""
     first: float = 0.0
     last: float = 0.0
@@ -91,11 +91,11 @@ def text(value: object, most: int = LABEL) -> str:
     return shortened(printable(value), most)
 
 
-def timeline_of(rank: int, lines: list[Line]) -> RankTimeline:
+def timeline_of(rank: int, lines: list[EventLine]) -> RankTimeline:
     """Build the timeline of a rank from its events."""
     found = RankTimeline(rank)
     open_calls: dict[tuple[str, str], RankCall] = {}
-    open_phases: list[Part] = []
+    open_phases: list[TimedPhase] = []
     ended: dict[tuple[str, str], RankCall] = {}
 
     found.first = min((line.at for line in lines), default=0.0)
@@ -114,9 +114,9 @@ def timeline_of(rank: int, lines: list[Line]) -> RankTimeline:
             if open_phases and open_phases[-1].name == name and what == "left":
                 open_phases.pop()
             if what == "left":
-                found.phases.append(Part(name, max(line.at - seconds, found.first), line.at))
+                found.phases.append(TimedPhase(name, max(line.at - seconds, found.first), line.at))
             elif len(open_phases) < 64:
-                open_phases.append(Part(name, line.at, None))
+                open_phases.append(TimedPhase(name, line.at, None))
         elif "bytes_done" in line.fields:
             if key in open_calls:
                 call = open_calls[key]

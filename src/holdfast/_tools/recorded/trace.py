@@ -13,11 +13,11 @@ import msgspec
 
 from holdfast._core.base.values import Message
 from holdfast._tools.recorded.calls import title
-from holdfast._tools.recorded.report import Run
+from holdfast._tools.recorded.report import RecordedRun
 from holdfast._tools.recorded.timeline import RankTimeline, text
 
 
-def write_trace(run: Run, file: TextIO) -> int:
+def write_trace(run: RecordedRun, file: TextIO) -> int:
     """Write the trace; return the number of its events."""
     file.write('{"displayTimeUnit":"ms","traceEvents":[')
     count = 0
@@ -28,7 +28,7 @@ def write_trace(run: Run, file: TextIO) -> int:
     return count
 
 
-def _events(run: Run) -> Iterator[Message]:
+def _events(run: RecordedRun) -> Iterator[Message]:
     for rank, timeline in run.ranks.items():
         yield _meta(
             rank, 0, "process_name", name=f"rank {rank}" + (f" ({timeline.who})" if timeline.who else "")
@@ -50,7 +50,7 @@ class _Span(NamedTuple):
     about: Message
 
 
-def _of_rank(timeline: RankTimeline, run: Run) -> Iterator[Message]:
+def _of_rank(timeline: RankTimeline, run: RecordedRun) -> Iterator[Message]:
     tracks: dict[str, list[list[float]]] = {"phases": [], "calls": []}
     for span in sorted(_spans(timeline, run), key=lambda span: (span.begin, -span.end, span.depth)):
         before = len(tracks[span.kind])
@@ -66,7 +66,7 @@ def _of_rank(timeline: RankTimeline, run: Run) -> Iterator[Message]:
         yield _instant(timeline.rank, line.at, run, "p", text(line.name), about)
 
 
-def _spans(timeline: RankTimeline, run: Run) -> Iterator[_Span]:
+def _spans(timeline: RankTimeline, run: RecordedRun) -> Iterator[_Span]:
     for call in timeline.calls:
         end = run.end if call.end is None else call.end
         about = {"path": call.path, "outcome": call.outcome, "bytes": call.bytes, "error": call.error}
@@ -90,7 +90,7 @@ def _track(span: _Span, tracks: list[list[float]]) -> int:
     return len(tracks) - 1
 
 
-def _micro(at: float, run: Run) -> int:
+def _micro(at: float, run: RecordedRun) -> int:
     return round((at - run.begin) * 1e6)
 
 
@@ -98,5 +98,5 @@ def _meta(rank: int, thread: int, what: str, **about: object) -> Message:
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": about}
 
 
-def _instant(rank: int, at: float, run: Run, scope: str, name: str, about: dict[str, str]) -> Message:
+def _instant(rank: int, at: float, run: RecordedRun, scope: str, name: str, about: dict[str, str]) -> Message:
     return {"ph": "i", "name": name, "pid": rank, "tid": 0, "ts": _micro(at, run), "s": scope, "args": about}

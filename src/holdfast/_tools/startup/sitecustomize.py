@@ -32,28 +32,19 @@ def _run_the_hidden_one() -> None:
 
 def _install(module: ModuleType) -> None:
     try:
-        from holdfast._core.base.options import Options, read_install
-        from holdfast._core.protocol.job import Job
-        from holdfast._frameworks.install import install, is_installed
+        from holdfast._frameworks.startup import install_from_environment
     except ImportError:
         if module.__name__ != "torch":
             raise
         # Holdfast itself has imported torch, and is half loaded. Once a framework is imported it is complete.
         import wrapt
 
-        for package in _FRAMEWORKS:
+        from holdfast._frameworks.frameworks import TRAINING
+
+        for package in TRAINING:
             wrapt.register_post_import_hook(_install, package)
         return
-    arguments = read_install()
-    if arguments is not None and not is_installed():
-        job = dict(arguments.pop("job", {}))
-        install(**arguments, job=Job(**{**job, "options": Options(**job.get("options", {}))}))
-
-
-_FRAMEWORKS = (
-    *("megatron.core", "verl", "swift", "nemo_rl", "torchtitan", "deepspeed"),
-    *("accelerate", "transformers", "lightning", "pytorch_lightning"),
-)
+    install_from_environment()
 
 
 def _begin() -> None:

@@ -1,0 +1,20 @@
+"""torchtune, which saves asynchronous and distributed checkpoints through torch DCP."""
+
+from holdfast._frameworks.framework import Framework
+
+_FILES = "torchtune.training.checkpointing"
+FRAMEWORK = Framework(
+    "torchtune",
+    distribution="torchtune",
+    package="torchtune",
+    guards=(
+        f"{_FILES}._checkpointer:DistributedCheckpointer.save_checkpoint",
+        f"{_FILES}._checkpointer:DistributedCheckpointer.load_checkpoint",
+        f"{_FILES}._checkpoint_client:CheckpointClient.save_checkpoint",
+        f"{_FILES}._checkpoint_client:CheckpointClient.load_distributed_checkpoint",
+    ),
+    told_by=("epoch", "checkpoint_path"),
+    patches=f"{__name__}.patches",
+    uses=("torch-dcp",),
+    tested=("0.6.1",),
+)
