@@ -97,12 +97,12 @@ def test_of_a_model_around_a_known_one_only_names_of_that_count(folder: Path, tm
 
 
 def test_the_command_tells_of_a_folder(folder: Path, tmp_path: Path) -> None:
-    said = CliRunner().invoke(cli, ["models", str(folder)])
+    said = CliRunner().invoke(cli, ["models", "--unnamed", str(folder)])
     assert said.exit_code == 0
     total = len(weights(folder))
     assert said.output == f"The table 'glm4_moe' names all but 0 of {total} tensors.\n"
     more = changed(folder, tmp_path / "more", STRANGE)
-    said = CliRunner().invoke(cli, ["models", str(more), "--json"])
+    said = CliRunner().invoke(cli, ["models", "--unnamed", str(more), "--json"])
     assert said.exit_code == 1
     assert json.loads(said.output) == {
         "family": "glm4_moe",
@@ -111,9 +111,9 @@ def test_the_command_tells_of_a_folder(folder: Path, tmp_path: Path) -> None:
     }
     assert (
         "model.layers.*.self_attn.gate.weight        3"
-        in CliRunner().invoke(cli, ["models", str(more)]).output
+        in CliRunner().invoke(cli, ["models", "--unnamed", str(more)]).output
     )
-    assert CliRunner().invoke(cli, ["models", str(tmp_path)]).exit_code == 2
+    assert CliRunner().invoke(cli, ["models", "--unnamed", str(tmp_path)]).exit_code == 2
 
 
 def test_an_export_tells_both_sides_by_pattern(folder: Path, tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ class PublishedModel(ForeignSource):
         return hf.is_weight(name)
 
     def unnamed(self, names: Iterable[str]) -> list[str]:
-        """Return which of these published weights the model's table does not name; none without a table, or if
-        they are in a quantized form that Holdfast does not read.
+        """Return which of these published weights the model's table does not name; none without a table, or
+        if they are in a quantized form that Holdfast does not read.
 
         Of a model that has no table itself, and contains a known language model, only names of that count.
         """

@@ -13,7 +13,9 @@ from holdfast.errors import BadInput
 
 
 @click.command("models")
-@click.argument("folder", type=click.Path(), required=False)
+@click.option(
+    "--unnamed", "folder", type=click.Path(), help="List what the table of this model does not name."
+)
 @output.as_json
 def command(folder: str | None, as_json: bool) -> None:
     """List the types of published models that there are tables for.
@@ -21,8 +23,8 @@ def command(folder: str | None, as_json: bool) -> None:
     A table comes with Holdfast, from a folder in HOLDFAST_MODELS, or from an installed package with an entry
     point of the group holdfast.models.
 
-    With FOLDER, of a published model: list its weights that its table does not name, by pattern and number.
-    Exit code 1 if there are any.
+    --unnamed takes the folder of a published model, and lists the weights that its table does not name, by
+    pattern and number. Exit code 1 if there are any.
     """
     if folder is not None:
         _check(folder, as_json)
