@@ -28,7 +28,7 @@ LATE = {
     "_tools/cli/export.py",
     "_tools/cli/import_.py",
     "_tools/startup/sitecustomize.py",
-    # So that a command starts fast.
+    # So that a command, or `import holdfast`, starts fast.
     "_tools/checkpoints/inspect.py",
     "_tools/cli/__init__.py",
     "_tools/cli/inspect.py",

@@ -444,11 +444,11 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 
 
 def test_urls(tmp_path: Path) -> None:
-    assert open_store(f"file://{tmp_path}").root == str(tmp_path)
+    assert open_store(f"file://{tmp_path}").url == str(tmp_path)
     assert open_store(tmp_path).child("a").url == f"{tmp_path}/a"
-    with pytest.raises(StorageError, match="not to s3:// places"):
-        open_store("s3://bucket/x")
-    assert open_store(f"{tmp_path}/odd://name").root == f"{tmp_path}/odd:/name"  # an absolute path is no URL
+    with pytest.raises(StorageError, match="no store for odd:// places here"):
+        open_store("odd://bucket/x")
+    assert open_store(f"{tmp_path}/odd://name").url == f"{tmp_path}/odd:/name"  # an absolute path is no URL
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])

@@ -213,8 +213,10 @@ def test_a_run_whose_only_step_is_replaced_is_never_empty(run: Run, monkeypatch:
     ):
         before = once(run.save)
 
-        def listing(store: Any, before: Callable[[], None] = before) -> list[tuple[int, str]]:
-            listed = real(store)
+        def listing(
+            store: Any, names: list[str] | None = None, before: Callable[[], None] = before
+        ) -> list[tuple[int, str]]:
+            listed = real(store, names)
             with monkeypatch.context() as patch:
                 patch.setattr(run_folder, "all_step_folders", real)
                 before()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from importlib import import_module
 from types import UnionType
 
+from holdfast._frameworks.folders import refuse_urls
 from holdfast._frameworks.framework import Framework
 from holdfast._frameworks.guard import guarded
 from holdfast._frameworks.patching import Replacement
@@ -47,7 +49,9 @@ def guard_of(
         @wraps(function)
         def call(*args: object, **named: object) -> object:
             reached(f"{module}.{name}")
-            told = _told_apart(function, args, named, told_by, kinds)
+            given = _arguments(function, args, named)
+            refuse_urls(place, given)
+            told = _told_apart(given, told_by, kinds)
             with guarded(name, call=told, like_stock=True, job=settings.of_a_guard()):
                 return function(*args, **named)
 
@@ -56,20 +60,17 @@ def guard_of(
     return Replacement(module, name, "guard", make, optional=optional)
 
 
-def _told_apart(
-    function: Callable[..., object],
-    args: tuple[object, ...],
-    named: dict[str, object],
-    told_by: Sequence[str],
-    kinds: type | UnionType,
-) -> str:
+def _arguments(
+    function: Callable[..., object], args: tuple[object, ...], named: dict[str, object]
+) -> dict[str, object]:
+    """Return the arguments of a call by name; none if they are wrong, as the function itself then says."""
+    with suppress(TypeError, ValueError):
+        return inspect.signature(function).bind(*args, **named).arguments
+    return {}
+
+
+def _told_apart(given: Mapping[str, object], told_by: Sequence[str], kinds: type | UnionType) -> str:
     """Return a text that identifies a call, equal on all ranks; "" if no argument does."""
-    if not told_by:
-        return ""
-    try:
-        given = inspect.signature(function).bind(*args, **named).arguments
-    except (TypeError, ValueError):  # the function itself raises the error for its arguments
-        return ""
     for path in told_by:
         first, *attributes = path.split(".")
         value = given.get(first)

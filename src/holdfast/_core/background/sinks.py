@@ -19,8 +19,7 @@ from holdfast._core.layout.tensor import OBJECT, Replica
 from holdfast._core.plan.save import plan_save
 from holdfast._core.saving.job import SaveJob
 from holdfast._core.state.memory import BytesMemory
-from holdfast._core.store.base import Store
-from holdfast._core.store.local import LocalStore
+from holdfast._core.store.base import Store, capabilities
 from holdfast.errors import HoldfastError
 
 _COPIED = BytesMemory(b"")
@@ -121,8 +120,8 @@ def _order(
 
 
 def is_written_here(store: Store) -> bool:
-    """Return whether this process must write into the store: the writer process can only open paths."""
-    return type(store) is not LocalStore
+    """Return whether this process must write into the store, because the writer process can't open it."""
+    return not capabilities(store).reopens
 
 
 def _write(writer: WriterClient, arena: Arena, job: SaveJob, order: WriteJob) -> list[WrittenFile]:

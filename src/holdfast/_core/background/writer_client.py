@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from weakref import WeakSet
 
@@ -35,6 +36,8 @@ START = Path(__file__).absolute().with_name("writer_start.py")
 """The program of the writer process."""
 PACKAGES = ("holdfast", "msgspec", "numpy", "xxhash")
 """The packages that it imports besides the standard library."""
+FOR_OBJECTS = ("obstore", "typing_extensions")
+"""What it imports besides if it writes to an object store, and if that is installed."""
 LOOK = 0.25
 """Seconds between two checks whether a job is still wanted."""
 
@@ -75,6 +78,11 @@ def _places() -> dict[str, str]:
         assert module.__file__ is not None, f"{name} lies in a file"
         folder = Path(module.__file__).absolute().parent
         folders[name] = str(folder.parent if hasattr(module, "__path__") else folder)
+    for name in FOR_OBJECTS:  # not imported here: only a save to an object store needs them
+        found = find_spec(name)
+        if found is not None and found.origin is not None:
+            place = Path(found.origin).absolute().parent
+            folders[name] = str(place.parent if found.submodule_search_locations else place)
     return folders
 
 

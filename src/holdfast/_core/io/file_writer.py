@@ -27,7 +27,7 @@ from holdfast._core.io.unchanged import Earlier, Linked, all_changed, link_uncha
 from holdfast._core.layout.tensor import DTYPES
 from holdfast._core.plan.merge import reordered
 from holdfast._core.plan.shard_table import PlannedRows, SavePlan, ShardTable
-from holdfast._core.store.base import Store, Writer
+from holdfast._core.store.base import Store, Writer, capabilities, create_sized
 
 CHUNKS_PER_FILE = 200_000
 """Limit of chunks, so that the header stays below DATA_HEADER_BYTES with names of up to 400 bytes."""
@@ -96,8 +96,8 @@ def write_files(request: WriteRequest) -> list[WrittenFile]:
         writer = None
         try:
             name = data_file(attempt, request.table.rank, part)
-            writer = store.create(name)
             chunks = PlannedRows(*(column[start:stop] for column in plan.chunks))
+            writer = create_sized(store, name, int(chunks.nbytes.sum()))
             # The first file's index lists all links, so that each is listed once.
             links = linked if part == 0 else all_changed(plan)
             files.append(_write_file(writer, request, chunks, links, name, (part, len(cuts))))
@@ -172,7 +172,8 @@ def _write_file(
         request.progress(int(linked.chunks.nbytes.sum()))
     sums = np.zeros((len(chunks.row), 2), np.uint64) if len(columns.fingerprint_first) else None
     threads, progress = request.options.writer_threads, request.progress
-    digests = stream_chunks(writer, table, chunks, starts, threads, progress, sums)
+    in_turns = not capabilities(request.store).any_order
+    digests = stream_chunks(writer, table, chunks, starts, threads, progress, sums, in_turns)
     if sums is not None:
         columns.fingerprint_first[:], columns.fingerprint_second[:] = np.concatenate([sums, linked.sums])[
             source

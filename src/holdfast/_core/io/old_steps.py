@@ -14,17 +14,19 @@ from holdfast._core.format.names import (
     DATA,
     HOLDFAST_CONFIG,
     INDEX,
+    LEFT,
     METADATA,
     is_named_by_save,
 )
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.small_files import read_file
-from holdfast._core.store.base import Entry, Kind, Store
+from holdfast._core.store.base import Entry, Kind, Store, capabilities, look_at_files
 from holdfast._core.store.branches import is_left, left_behind
 from holdfast._core.store.pins import unpinned
 from holdfast._core.store.publishing import HIDDEN
 from holdfast._core.store.retention import Retention, StepFacts
 from holdfast._core.store.run_folder import (
+    Look,
     best_of,
     by_step,
     is_linked,
@@ -69,20 +71,23 @@ def retire(
     if rules.keep is None:
         return []
     passed = set() if passed is None else passed
-    left = left_behind(store)
+    names = store.list()
+    left = left_behind(store) if LEFT in names else {}
     steps = [
         (step, folders)
-        for step, folders in by_step(store)
+        for step, folders in by_step(store, names)
         if step not in damaged and not passed.issuperset(folders)
     ]
     gone = {step for step, folders in steps if any(is_left(store, left, one, INDEX) for one in folders)}
     steps.sort(key=lambda found: (found[0] not in gone, found[0]))
     removable: dict[int, str] = {}
     # If there are at most `keep` steps, which is common, no folder is examined. Otherwise the newest first.
-    for step, folders in reversed(steps if len(steps) > rules.keep else []):
+    looked_at = steps[::-1] if len(steps) > rules.keep else []
+    look = Look(store, [folder for _, folders in looked_at for folder in folders])
+    for step, folders in looked_at:
         if rules.best is None and len(removable) >= rules.keep and rules.stays_by_number(step):
             continue  # no other rule compares it with other steps
-        marked = best_of(store, folders)
+        marked = best_of(store, folders, look)
         if marked is not None and marked.mark == INDEX and is_removable(store, marked.folder):
             removable[step] = marked.folder
         else:
@@ -125,7 +130,8 @@ def remove_step(store: Store, folder: str) -> bool:
                 step.delete(name)
     for name in ours:
         step.delete(name)
-    step.child(DATA).remove()
+    if capabilities(store).folders:
+        step.child(DATA).remove()
     return step.remove()
 
 
@@ -166,5 +172,7 @@ def _is_ours(step: Store, name: str) -> bool:
 
 def entries(step: Store, names: Iterable[str]) -> dict[str, Entry]:
     """Return those names that are regular files, not links, with their entries."""
-    found = ((name, step.stat(name)) for name in names)
+    names = list(names)
+    look = look_at_files(step, names)
+    found = ((name, look(name)) for name in names)
     return {name: entry for name, entry in found if entry is not None and entry.kind is Kind.FILE}

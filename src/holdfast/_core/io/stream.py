@@ -25,6 +25,8 @@ from holdfast._core.plan.shard_table import PlannedRows, ShardTable, contiguous_
 from holdfast._core.store.base import Writer
 
 SUMMED = 8
+TURN = 4 << 20
+"""Bytes of a thread's turn, about, where a file is written in order."""
 """Number of buffers per task of computing sums, for memory laid out as in the file: usually 16 MiB."""
 
 
@@ -196,13 +198,18 @@ def stream_chunks(
     threads: int,
     progress: ReportBytes,
     sums: Array | None = None,
+    in_turns: bool = False,
 ) -> Array:
     """Hash and write all chunks; return the block digests in file order. Add the fingerprint of each chunk to
-    `sums`, (chunks, 2), if given."""
+    `sums`, (chunks, 2), if given.
+
+    in_turns: threads take turns of a few MiB from the front of the file on, for a writer that takes its bytes
+        in order; otherwise each has a range of its own.
+    """
     counts = block_counts(chunks.nbytes, chunks.block)
     ends = np.cumsum(counts)
     digests = np.zeros(int(counts.sum()), "<u8")
-    lock = threading.Lock()
+    lock, failed = threading.Lock(), list[BaseException]()
     nbytes, blocks = chunks.nbytes.tolist(), chunks.block.tolist()
     simple = simple_addresses(table, chunks) if sums is None else [0] * len(chunks.row)
     is_simple = [address != 0 for address in simple]
@@ -214,6 +221,15 @@ def stream_chunks(
             progress(size)
 
     def work(start: int, stop: int) -> None:
+        try:
+            write(start, stop)
+        except BaseException as error:
+            failed.append(error)
+            if in_turns:
+                writer.discard()  # wakes the threads that wait for these bytes; their errors say less
+            raise failed[0] from None
+
+    def write(start: int, stop: int) -> None:
         stream = Stream(writer, int(starts[start]), moved, beside)
         for alike, run in groupby(range(start, stop), is_simple.__getitem__):
             if alike:
@@ -235,7 +251,8 @@ def stream_chunks(
         if threads == 1:
             work(0, len(chunks.row))
         else:
-            ranges = even_ranges(chunks.nbytes, threads)
+            turns = int(chunks.nbytes.sum()) // TURN if in_turns else 0
+            ranges = even_ranges(chunks.nbytes, max(threads, turns // 4))
             on_threads(threads, "holdfast-write", lambda part: work(*part), ranges)
     return digests
 

@@ -14,7 +14,7 @@ import os
 import re
 import threading
 from contextlib import closing, suppress
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -31,8 +31,8 @@ from holdfast._core.io.stream import ChunkSource, simple_addresses
 from holdfast._core.plan.agreement import box_keys
 from holdfast._core.plan.blocks import widen
 from holdfast._core.plan.shard_table import PlannedRows, SavePlan, ShardTable
-from holdfast._core.store.base import Kind, Store
-from holdfast._core.store.local import LocalStore
+from holdfast._core.store.base import Kind, LinkingStore, Store, capabilities
+from holdfast._core.store.local import open_local
 from holdfast.errors import HoldfastError, StorageError
 
 log = logging.getLogger("holdfast")
@@ -140,7 +140,7 @@ def link_unchanged(
 
     Nothing is linked if the earlier files are gone, or if the file system does not support links.
     """
-    if not isinstance(store, LocalStore):  # other stores have no links
+    if not capabilities(store).links:
         return plan, all_changed(plan)
     try:
         held = _Held(table, plan.chunks, earlier, options)
@@ -149,7 +149,7 @@ def link_unchanged(
         return plan, all_changed(plan)
     held.compare(options.writer_threads, progress)
     held.check_stored(earlier.turn, progress)
-    names = held.link(store, attempt)
+    names = held.link(cast("LinkingStore", store), attempt)
     files = sorted(names)
     is_linked = np.isin(held.file, files)
     chosen = np.flatnonzero(is_linked)
@@ -171,7 +171,7 @@ class _Held:
     def __init__(self, table: ShardTable, chunks: PlannedRows, earlier: Earlier, options: Options) -> None:
         """Find the chunks by tensor and box. Raises a HoldfastError if an earlier file can't be read."""
         rows = len(chunks.row)
-        self._table, self._chunks, self._store = table, chunks, LocalStore(earlier.folder)
+        self._table, self._chunks, self._store = table, chunks, open_local(earlier.folder, "link_unchanged")
         self.file = np.full(rows, -1, np.int64)
         """For each chunk, the number of the file that holds it unchanged; -1 if there is none."""
         self.position = np.zeros(rows, np.int64)
@@ -214,7 +214,9 @@ class _Held:
     def _index(self, written: WrittenFile) -> Columns:
         with closing(self._store.open(written.name)) as reader:
             stop = written.index_start + written.index_size
-            return embedded_index(reader, written.index_start, stop, reader.path).embedded()
+            return embedded_index(
+                reader, written.index_start, stop, f"{self._store.url}/{written.name}"
+            ).embedded()
 
     def compare(self, threads: int, progress: ReportBytes) -> None:
         """Compare digests with the present bytes; set `file` to -1 where they differ."""
@@ -267,7 +269,7 @@ class _Held:
                 )
             self.file[self.file == file] = -1
 
-    def link(self, store: LocalStore, attempt: str) -> dict[int, str]:
+    def link(self, store: LinkingStore, attempt: str) -> dict[int, str]:
         """Link the files that hold enough unchanged bytes; return the names of the links, by file number."""
         used = np.flatnonzero(self.file >= 0)
         live = np.bincount(self.file[used], self._chunks.nbytes[used], len(self.sizes))

@@ -12,7 +12,7 @@ from holdfast._core.io.renamed import Rename, check_rename
 from holdfast._core.layout.patterns import Patterns
 from holdfast._core.protocol.call import Call, check_names
 from holdfast._core.state.leaf import Flat
-from holdfast._core.store.base import Store
+from holdfast._core.store.base import Store, bounded
 from holdfast.errors import BadInput
 
 RAISE, SKIP = "raise", "skip"
@@ -75,6 +75,7 @@ class LoadRequest:
     lenient: str = "strict=False"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "store", bounded(self.store, self.call.deadline))
         check_names(include=self.include, exclude=self.exclude)
         check_rename(self.rename)
         if self.on_shape not in (RAISE, SKIP):

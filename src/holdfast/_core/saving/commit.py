@@ -26,7 +26,15 @@ from holdfast._core.io.on_threads import on_threads
 from holdfast._core.plan.agreement import check_vanished
 from holdfast._core.plan.merge import Merger, same_tensors
 from holdfast._core.protocol.messages import Final, Written
-from holdfast._core.store.base import VERSION_BYTES, VISIBLE_WITHIN, NotFound, Store, Unsettled, version_of
+from holdfast._core.store.base import (
+    VERSION_BYTES,
+    VISIBLE_WITHIN,
+    NotFound,
+    Store,
+    Unsettled,
+    open_at,
+    version_of,
+)
 from holdfast._version import __version__
 from holdfast.errors import (
     CommitUnconfirmed,
@@ -221,7 +229,7 @@ class Commit:
         ends, ticked = clock.now() + min(VISIBLE_WITHIN, self.deadline.left()), clock.now()
         while True:
             try:
-                with closing(self.store.open(file.name)) as reader:
+                with closing(open_at(self.store, file.name, file.index_start)) as reader:
                     # The embedded index verifies itself. The data is not read again, so check its size.
                     if not reader.size == file.size == file.index_start + file.index_size:
                         raise CorruptCheckpoint(

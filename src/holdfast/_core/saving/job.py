@@ -35,9 +35,11 @@ from holdfast._core.saving.one_at_a_time import publishing
 from holdfast._core.saving.request import PREVIOUS, SaveRequest
 from holdfast._core.state.flatten import build_shard_table, flatten, select
 from holdfast._core.state.memory import CallerStreams
-from holdfast._core.store.base import Folder, Kind
+from holdfast._core.store.base import Entry, Folder, Kind, capabilities, look_at_files
 from holdfast._core.store.local import open_store
 from holdfast.errors import CommitUnconfirmed, HoldfastError, IdleRanks, SaveFailed, StorageError
+
+_NO_FOLDERS = Entry(Kind.FOLDER, 0, 0.0)
 
 
 class SaveReport(msgspec.Struct, frozen=True):
@@ -171,7 +173,7 @@ class SaveJob:
     def enter(self) -> None:
         """Begin the save: raise StorageError if nothing can be saved into the folder. The committer notes
         which version it may replace."""
-        entry = self.store.stat()
+        entry = self.store.stat() if capabilities(self.store).folders else _NO_FOLDERS
         if entry is None:
             # Several ranks may note this, which is harmless: only an empty folder is ever removed.
             self.makes_folder = True
@@ -203,7 +205,8 @@ class SaveJob:
         request = self.request
         # The message store names the attempt. With a name of an earlier one, what is deleted after a failure
         # would be the files of that one.
-        if self.store.stat(own := data_file(self.attempt, self.rank, 0)) is not None:
+        own = data_file(self.attempt, self.rank, 0)
+        if look_at_files(self.store, [own])(own) is not None:
             raise SaveFailed(
                 f"{request.title}: rank {self.rank} is to write {own}, which another attempt has written.",
                 rank=self.rank,

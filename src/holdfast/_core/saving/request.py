@@ -12,7 +12,7 @@ from holdfast._core.base.values import Json, Message
 from holdfast._core.layout.grid import Grid
 from holdfast._core.protocol.call import Call, check_names, whole_step
 from holdfast._core.state.leaf import Flat
-from holdfast._core.store.base import Store
+from holdfast._core.store.base import Store, bounded
 from holdfast.errors import BadInput
 
 PREVIOUS = "previous"
@@ -64,6 +64,7 @@ class SaveRequest:
     merge_reports: Callable[[dict[int, Message]], Message] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "store", bounded(self.store, self.call.deadline))
         if isinstance(self.expected, Iterable) and not isinstance(self.expected, str):
             object.__setattr__(self, "expected", tuple(self.expected))  # an iterator can be read only once
         check_names(include=self.include, exclude=self.exclude, expected=self.expected)

@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from typing import TypeAlias
 
 from holdfast._core.format.names import DATA, INDEX, LEFT, METADATA, OWNER, SLICE, TRAINER_STATE, is_fetched
-from holdfast._core.store.base import FOLDERS, Store
-from holdfast._core.store.local import LocalStore
+from holdfast._core.store.base import FOLDERS, Store, capabilities
+from holdfast._core.store.local import open_store
 from holdfast._core.store.run_folder import (
     LOOKED_AT,
     all_step_folders,
@@ -50,13 +50,12 @@ def explain_fresh_start(store: Store) -> str:
 
 def _near(store: Store) -> str:
     """Name the folder with the most similar name: the path may be mistyped."""
-    # The url of another kind of store is not a path whose parent could be opened.
-    if not isinstance(store, LocalStore):
+    if not capabilities(store).reopens:
         return ""
     parent, name = os.path.split(store.url)
     near: list[str] = []
     with suppress(HoldfastError):  # a folder that this user may not list
-        folders = [other[:-1] for other in LocalStore(parent).list() if other.endswith("/")]
+        folders = [other[:-1] for other in open_store(parent).list() if other.endswith("/")]
         near = get_close_matches(name, folders[:_COMPARED], 1)
     return f", but {parent} has {near[0]!r}" if near else ""
 
@@ -233,9 +232,8 @@ _PUBLISHED: tuple[tuple[Callable[[str], bool], str, str], ...] = (
 def _missing(store: Store) -> Reason:
     """Explain a missing folder: it may be a step of a run that has other steps."""
     parent, name = os.path.split(store.url)
-    # The url of another kind of store is not a path whose parent could be opened.
-    if isinstance(store, LocalStore) and step_of(name) is not None:
-        steps = _newest(LocalStore(parent), _SHOWN)
+    if capabilities(store).reopens and step_of(name) is not None:
+        steps = _newest(open_store(parent), _SHOWN)
         if steps:
             return (
                 f"it does not exist; the newest committed steps in {parent} are {', '.join(map(str, steps))}",

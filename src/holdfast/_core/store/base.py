@@ -10,17 +10,20 @@ names the file and the reason; a missing file is `NotFound`. The protocol relies
 - the error of `publish` tells whether the new version is in place: only if it is not, the data that it refers
   to is deleted;
 - `create`, `publish` and `delete` follow no links: the target of a link belongs to somebody else.
+
+What only some stores can do, a store states in `Capabilities`. Callers ask for these, never for its class.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
+from holdfast._core.base.deadline import Deadline
 from holdfast._core.base.values import Buffer
 from holdfast.errors import BadInput, StorageError
 
@@ -101,8 +104,43 @@ class Writer(Protocol):
         ...
 
 
+class Capabilities(NamedTuple):
+    """What a store can do beyond `Store`, as its attribute `capabilities`; the defaults hold for a store
+    without one."""
+
+    links: bool = False
+    """Its `link(path, source)` makes a hard link to the file at the path `source`."""
+    locks: bool = False
+    """Its `url` is a path, and its readers have the `path` and the descriptor (`fd`) of their file, of which
+    bytes can be locked."""
+    times: bool = True
+    """`Entry.modified` is the time of the last write, so that the files of a running save are young."""
+    any_order: bool = True
+    """A file may be written in any order at no cost. Otherwise a write that comes too early waits for those
+    before it."""
+    exclusive_create: bool = True
+    """`create` raises StorageError if the file exists. Otherwise only a name that nobody else uses is
+    safe."""
+    sized: bool = False
+    """Its `create(path, size)` takes about how many bytes the file will have."""
+    opens_at: bool = False
+    """Its `open(path, first)` takes from where on the file will be read, which saves a request."""
+    folders: bool = True
+    """A folder is there by itself, also empty, and has to be removed; and there may be links to folders."""
+    at_once: bool = False
+    """Its `stat_files(paths)` returns the entries of files, None for others, in the time of one look."""
+    bounded: bool = False
+    """Its `bounded(deadline)` returns the same folder as a store whose calls end by a deadline."""
+    reopens: bool = False
+    """`open_store(url)` opens it in the writer process, too. A thread of the trainer writes to others."""
+
+
+_DEFAULT = Capabilities()
+
+
 class Store(Protocol):
-    """A folder of files, possibly the child of another store.
+    """A folder of files, possibly the child of another store. What else it can do, it states by an attribute
+    `capabilities` (`Capabilities`).
 
     `create`, `publish` and `delete` raise a `StorageError` if a folder between the first parent and the file
     is a link.
@@ -114,7 +152,7 @@ class Store(Protocol):
     def open(self, path: str) -> Reader: ...
 
     def create(self, path: str) -> Writer:
-        """Create a file. Raises StorageError if it exists already."""
+        """Create a file. Raises StorageError if it exists already (`Capabilities.exclusive_create`)."""
         ...
 
     def publish(self, path: str, data: bytes, replacing: bytes | None) -> None:
@@ -159,6 +197,62 @@ class Store(Protocol):
 
 Folder = str | os.PathLike[str] | Store
 """A folder argument: a path, or a store (`store.local.open_store`)."""
+
+
+class LinkingStore(Store, Protocol):
+    """A store with `Capabilities.links`."""
+
+    def link(self, path: str, source: str) -> None: ...
+
+
+class _SizedStore(Store, Protocol):
+    def create(self, path: str, size: int = 0) -> Writer: ...
+
+
+class _OpeningStore(Store, Protocol):
+    def open(self, path: str, first: int = 0) -> Reader: ...
+
+
+class _AtOnceStore(Store, Protocol):
+    def stat_files(self, paths: Sequence[str]) -> list[Entry | None]: ...
+
+
+class _BoundedStore(Store, Protocol):
+    def bounded(self, deadline: Deadline) -> Store: ...
+
+
+def capabilities(store: Store) -> Capabilities:
+    found = getattr(store, "capabilities", _DEFAULT)
+    assert isinstance(found, Capabilities)
+    return found
+
+
+def create_sized(store: Store, path: str, size: int) -> Writer:
+    """Create a file of about `size` bytes, which a store may need to know (`Capabilities.sized`)."""
+    if capabilities(store).sized:
+        return cast("_SizedStore", store).create(path, size)
+    return store.create(path)
+
+
+def open_at(store: Store, path: str, first: int) -> Reader:
+    """Open a file that is going to be read from `first` on (`Capabilities.opens_at`)."""
+    return (
+        cast("_OpeningStore", store).open(path, first) if capabilities(store).opens_at else store.open(path)
+    )
+
+
+def bounded(store: Store, deadline: Deadline) -> Store:
+    """Return the same folder as a store whose requests end at a deadline, if it has requests to end."""
+    return cast("_BoundedStore", store).bounded(deadline) if capabilities(store).bounded else store
+
+
+def look_at_files(store: Store, paths: Sequence[str]) -> Callable[[str], Entry | None]:
+    """Return a function that returns the entries of these paths. A store that can (`Capabilities.at_once`)
+    looks at them now, all at once, and only for files; others look when the function is called."""
+    if not capabilities(store).at_once:
+        return store.stat
+    found = cast("_AtOnceStore", store).stat_files(paths)
+    return dict(zip(paths, found, strict=True)).get
 
 
 def replace_file(store: Store, path: str, data: bytes) -> None:

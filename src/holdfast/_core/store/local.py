@@ -14,10 +14,18 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import overload
 
 from holdfast._core.base.values import Buffer
-from holdfast._core.store.base import Entry, Folder, Kind, NotFound, Store, checked, storage_errors
+from holdfast._core.store.base import (
+    Capabilities,
+    Entry,
+    Folder,
+    Kind,
+    NotFound,
+    Store,
+    checked,
+    storage_errors,
+)
 from holdfast._core.store.filesystem import (
     STALE,
     begin_writeback,
@@ -30,6 +38,7 @@ from holdfast._core.store.filesystem import (
     sync_folder,
 )
 from holdfast._core.store.publishing import publish
+from holdfast._core.store.schemes import store_at
 from holdfast.errors import BadInput, StorageError
 
 # Buffers per call: IOV_MAX of Linux.
@@ -183,6 +192,8 @@ class LocalStore:
     The path given by the caller may contain links; below it, nothing is written or deleted through a link.
     """
 
+    capabilities = Capabilities(links=True, locks=True, reopens=True)
+
     def __init__(self, root: str | os.PathLike[str], top: str | None = None) -> None:
         self.root = os.path.abspath(os.fspath(root))
         self.url = self.root
@@ -286,15 +297,11 @@ def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-@overload
-def open_store(place: str | os.PathLike[str]) -> LocalStore: ...
-@overload
-def open_store(place: Folder) -> Store: ...
 def open_store(place: Folder) -> Store:
-    """Return the store at a path, where `~` is a home folder; or the given store, which may be of any class
-    (`holdfast.testing.StoreContract`).
+    """Return the store at a path, where `~` is a home folder, or at a URL (`store.schemes`); or the given
+    store, which may be of any class (`holdfast.testing.StoreContract`).
 
-    Raises BadInput if the value can't be a path, StorageError for a URL that is not a file's.
+    Raises BadInput if the value can't be a path, StorageError for a URL that no store takes.
     """
     if not isinstance(place, str | bytes | os.PathLike):
         # Duck typing, as for rosters: a user's own class can be a store.
@@ -304,16 +311,35 @@ def open_store(place: Folder) -> Store:
                 hint="The order is save(state, path) and load(path, state).",
             )
         return place
+    text, scheme = _text_of(place)
+    return _local(text) if scheme == "file" else store_at(scheme, text)
+
+
+def open_local(place: str | os.PathLike[str], doing: str) -> LocalStore:
+    """Return the store at a path. Raises BadInput for other places: `doing` needs files of this host."""
+    text, scheme = _text_of(place)
+    if scheme != "file":
+        raise BadInput(
+            f"{doing} needs a local path, not {scheme}://.",
+            hint="Give a folder of this host, and copy it there or from there by your cloud's own tool.",
+        )
+    return _local(text)
+
+
+def _text_of(place: str | os.PathLike[str]) -> tuple[str, str]:
+    """Return a path or URL as text, and its scheme: "file" for a path, whose text has no scheme."""
     text = os.fspath(place)
     if not isinstance(text, str):
         raise BadInput(f"{text!r} is bytes; give the path as a str.")
     if "\0" in text:
         raise BadInput(f"{text!r} is not a path: it has a null character in it.")
     url = _URL.match(text)
-    if url is not None:
-        if url[1] != "file":
-            raise StorageError(f"{text!r}: this Holdfast stores to paths, not to {url[1]}:// places.")
-        text = url[2]
+    if url is None:
+        return text, "file"
+    return (url[2], "file") if url[1] == "file" else (text, url[1])
+
+
+def _local(text: str) -> LocalStore:
     if not text:
         raise BadInput("The path is empty.", hint="The current folder is '.'.")
     expanded = os.path.expanduser(text)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from typing import Protocol, cast
 
 from holdfast._core.base.deadline import REAL_CLOCK
 from holdfast._core.format.names import INDEX
-from holdfast._core.store.base import Store
+from holdfast._core.store.base import Reader, Store, capabilities
 from holdfast._core.store.filesystem import (
     FIRST_PAUSE,
     PATIENCE,
@@ -26,31 +27,41 @@ from holdfast._core.store.filesystem import (
     open_to_lock,
     unlock,
 )
-from holdfast._core.store.local import LocalReader, LocalStore
 from holdfast.errors import HoldfastError
 
 _PIN = 1
 """The byte of the index to lock; byte 0 is locked by publishing."""
 
 
+class _Lockable(Reader, Protocol):
+    """A reader of a store with `Capabilities.locks`."""
+
+    path: str
+    fd: int
+
+
+def _open(store: Store) -> _Lockable:
+    return cast("_Lockable", store.open(INDEX))
+
+
 class Pin:
     """Keeps the checkpoint in a folder until `close`. Has no effect if the folder has no Holdfast index."""
 
     def __init__(self, store: Store) -> None:
-        self._reader: LocalReader | None = None
+        self._reader: _Lockable | None = None
         self._pid = os.getpid()
-        if not isinstance(store, LocalStore):
+        if not capabilities(store).locks:
             return
         ends = REAL_CLOCK.now() + PATIENCE
         with suppress(OSError):  # there is no index, or it can't be read: the reader raises the error
             while self._reader is None and REAL_CLOCK.now() < ends:
-                self._try(store.open(INDEX))
+                self._try(_open(store))
 
     @property
     def holds(self) -> bool:
         return self._reader is not None
 
-    def _try(self, reader: LocalReader) -> None:
+    def _try(self, reader: _Lockable) -> None:
         try:
             # Checked after locking: the index may just have been deleted by a process that removes the step
             # (which does it while it holds the lock), or replaced by a save.
@@ -73,9 +84,9 @@ class Pin:
 
 def is_pinned(store: Store) -> bool:
     """Return whether the checkpoint in a folder is pinned, without locking it."""
-    if not isinstance(store, LocalStore):
+    if not capabilities(store).locks:
         return False
-    with suppress(HoldfastError), closing(store.open(INDEX)) as reader:
+    with suppress(HoldfastError), closing(_open(store)) as reader:
         return is_locked(reader.fd, _PIN)
     return False
 
@@ -84,11 +95,11 @@ def is_pinned(store: Store) -> bool:
 def unpinned(store: Store) -> Iterator[bool]:
     """Yield whether the checkpoint in a folder is not pinned; if so, it can't be pinned until the block
     ends."""
-    if not isinstance(store, LocalStore):
+    if not capabilities(store).locks:
         yield True
         return
     try:
-        fd = open_to_lock(f"{store.root}/{INDEX}")
+        fd = open_to_lock(f"{store.url}/{INDEX}")
     except OSError:
         yield True
         return

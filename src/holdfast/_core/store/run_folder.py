@@ -10,7 +10,7 @@ Only folders with Holdfast's own spelling and index, which are not links, may be
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, suppress
 from itertools import islice, takewhile
 from typing import NamedTuple
@@ -20,13 +20,14 @@ from holdfast._core.format.names import (
     CONFIG,
     DATA,
     INDEX,
+    LEFT,
     MARKER_HEAD,
     METADATA,
     TRACKER,
     TRAINER_STATE,
     is_marker,
 )
-from holdfast._core.store.base import FOLDERS, Folder, Kind, Store
+from holdfast._core.store.base import FOLDERS, Entry, Folder, Kind, Store, capabilities, look_at_files
 from holdfast._core.store.branches import is_left, left_behind
 from holdfast._core.store.local import open_store
 from holdfast.errors import BadInput, StorageError
@@ -46,6 +47,8 @@ _LOADED = (INDEX, METADATA, *_WEIGHTS[:2])
 """The files of checkpoints that `holdfast.load` reads."""
 LOOKED_AT = 200
 """Maximum number of folders with other names to check in a run folder without steps."""
+AT_ONCE = 16
+"""Steps that are looked at at once, if the newest one is not committed, as it usually is."""
 STEPS = 10**18
 """Steps are below this number, which tells them from times and hashes in a folder's name."""
 _STEP = re.compile(r"(?:step-|iter_)([0-9]{1,18})\Z")
@@ -72,11 +75,12 @@ def is_spelled_as_ours(folder: str) -> bool:
 # -- steps that are there ---------------------------------------------------------------------
 
 
-def all_step_folders(store: Store) -> list[tuple[int, str]]:
-    """Return step and folder of each step, committed or not, ascending; a step may have several folders."""
+def all_step_folders(store: Store, names: list[str] | None = None) -> list[tuple[int, str]]:
+    """Return step and folder of each step, committed or not, ascending; a step may have several folders.
+    names: what the run folder holds, if it was just listed."""
     # One listing for the whole run; single steps are read later, and only those that matter.
-    names = [name[:-1] for name in store.list() if name.endswith("/")]
-    return sorted((step, name) for name in names if (step := step_of(name)) is not None)
+    folders = (name[:-1] for name in (store.list() if names is None else names) if name.endswith("/"))
+    return sorted((step, folder) for folder in folders if (step := step_of(folder)) is not None)
 
 
 def step_folders(store: Store) -> dict[int, str]:
@@ -142,17 +146,18 @@ class Marked(NamedTuple):
     """The name of the file that marks it as a checkpoint."""
 
 
-def by_step(store: Store) -> list[tuple[int, list[str]]]:
+def by_step(store: Store, names: list[str] | None = None) -> list[tuple[int, list[str]]]:
     folders: dict[int, list[str]] = {}
-    for step, folder in all_step_folders(store):
+    for step, folder in all_step_folders(store, names):
         folders.setdefault(step, []).append(folder)
     return list(folders.items())
 
 
 def _newest_first(store: Store) -> Iterator[tuple[int, Marked]]:
     """Yield the committed steps, newest first; steps that the run abandoned come after all others."""
-    left, passed = left_behind(store), list[tuple[int, Marked]]()
-    for step, marked in _committed(store, newest_first=True):
+    names, passed = store.list(), list[tuple[int, Marked]]()
+    left = left_behind(store) if LEFT in names else {}
+    for step, marked in _committed(store, newest_first=True, names=names):
         if is_left(store, left, *marked):
             passed.append((step, marked))
         else:
@@ -160,29 +165,60 @@ def _newest_first(store: Store) -> Iterator[tuple[int, Marked]]:
     yield from passed
 
 
-def _committed(store: Store, newest_first: bool = False) -> Iterator[tuple[int, Marked]]:
+def _committed(
+    store: Store, newest_first: bool = False, names: list[str] | None = None
+) -> Iterator[tuple[int, Marked]]:
+    """names: what the run folder holds, if it was just listed."""
     looked: list[tuple[int, list[str]]] = []
     # Again if none is committed: between the list and the look `keep=` may have removed the only one that is,
     # for a newer one.
-    while (steps := by_step(store)) != looked:
+    while (steps := by_step(store, names)) != looked:
         found = False
-        for step, folders in reversed(steps) if newest_first else steps:
-            marked = best_of(store, folders)
-            if marked is not None:
-                found = True
-                yield step, marked
+        for some in _batches(steps[::-1] if newest_first else steps):
+            look = Look(store, [folder for _, folders in some for folder in folders])
+            for step, folders in some:
+                marked = best_of(store, folders, look)
+                if marked is not None:
+                    found = True
+                    yield step, marked
         if found:
             return
-        looked = steps
+        looked, names = steps, None
 
 
-def _mark(store: Store, folder: str, names: Iterable[str] = (INDEX, METADATA)) -> str | None:
+def _batches(steps: list[tuple[int, list[str]]]) -> Iterator[list[tuple[int, list[str]]]]:
+    yield steps[:1]
+    for start in range(1, len(steps), AT_ONCE):
+        yield steps[start : start + AT_ONCE]
+
+
+class Look:
+    """The entries of the marks of some folders, looked at all at once where the store can do that."""
+
+    def __init__(self, store: Store, folders: list[str]) -> None:
+        self._store, self._folders = store, folders
+        self._by_name: dict[str, Callable[[str], Entry | None]] = {}
+
+    def __call__(self, folder: str, name: str) -> Entry | None:
+        if name not in self._by_name:
+            # Only from this folder on: those before it have another mark, or are of no interest any more.
+            rest = self._folders[self._folders.index(folder) :]
+            self._by_name[name] = look_at_files(self._store, [f"{one}/{name}" for one in rest])
+        return self._by_name[name](f"{folder}/{name}")
+
+
+def _mark(
+    store: Store,
+    folder: str,
+    names: Iterable[str] = (INDEX, METADATA),
+    look: Callable[[str, str], Entry | None] | None = None,
+) -> str | None:
     """Return the first of these files that is in a folder and makes it a checkpoint; None if there is
     none."""
     for name in names:
         # `stat`, not `open`: a step with a damaged index is still a checkpoint. A folder of that name makes
         # none.
-        entry = store.stat(f"{folder}/{name}")
+        entry = store.stat(f"{folder}/{name}") if look is None else look(folder, name)
         if entry is None or entry.kind not in (Kind.FILE, Kind.LINK):
             continue
         if name != METADATA or not is_only_marked(store.child(folder)):
@@ -201,10 +237,13 @@ def is_only_marked(store: Store) -> bool:
         return is_marker(reader.read(0, MARKER_HEAD))
 
 
-def best_of(store: Store, folders: list[str]) -> Marked | None:
+def best_of(
+    store: Store, folders: list[str], look: Callable[[str, str], Entry | None] | None = None
+) -> Marked | None:
     """Choose among the folders with the same step number: return the one that counts as the step; None if
-    none holds a checkpoint."""
-    marked = [Marked(folder, mark) for folder in folders if (mark := _mark(store, folder)) is not None]
+    none holds a checkpoint. look: returns the entry of a file in a folder."""
+    marks = ((folder, _mark(store, folder, look=look)) for folder in folders)
+    marked = [Marked(folder, mark) for folder, mark in marks if mark is not None]
     if len(marked) < 2:
         return marked[0] if marked else None
 
@@ -278,5 +317,7 @@ def other_checkpoints(store: Store, names: list[str]) -> Iterator[Marked]:
 def is_linked(store: Store, folder: str) -> bool:
     """Return whether a step's folder, its data folder or its index is a link, whose target does not belong to
     this run."""
+    if not capabilities(store).folders:
+        return False
     entries = store.stat(folder), store.stat(f"{folder}/{DATA}"), store.stat(f"{folder}/{INDEX}")
     return any(entry is not None and entry.kind is Kind.LINK for entry in entries)

@@ -23,7 +23,7 @@ from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import counted, listed
 from holdfast._core.protocol.call import Call
 from holdfast._core.protocol.operation import agree, read_state
-from holdfast._core.store.local import open_store
+from holdfast._core.store.local import open_local, open_store
 from holdfast._frameworks.huggingface.weights import Left, Weights
 from holdfast._frameworks.megatron import mcore
 from holdfast._frameworks.megatron.checkpointing import load_state
@@ -131,8 +131,8 @@ def export(
             read_state_dict(open_store(between), weights.describe(), call).run()
             report = run_export(
                 open_store(between),
-                open_store(weights.folder),
-                open_store(target),
+                open_local(weights.folder, "An export"),
+                open_local(target, "An export"),
                 call,
                 file_bytes=file_bytes,
                 strict=strict,
@@ -215,7 +215,7 @@ def _check(weights: LiveWeights, place: str, call: Call, to_load: bool) -> None:
 
 
 def _exported_view(folder: str) -> View:
-    base = open_store(folder)
+    base = open_local(folder, "An export")
     published_folder(base)
     if "quantization_config" in config_of(base):
         raise BadInput(f"{base.url} holds a quantized model")

@@ -14,7 +14,7 @@ from holdfast._core.protocol.call import Call, begin_call, whole_step
 from holdfast._core.run.folder import RunFolder
 from holdfast._core.run.turns import one_at_a_time
 from holdfast._core.saving.job import SaveJob
-from holdfast._core.store.local import open_store
+from holdfast._core.store.local import open_local
 from holdfast._core.store.run_folder import newest_steps
 from holdfast._frameworks.foreign_errors import raising
 from holdfast._frameworks.megatron import mcore
@@ -110,7 +110,12 @@ class Checkpoints(RunFolder):
         self._settle()
         call = begin_call(self._job)
         return run_export(
-            self._folder(iteration), open_store(like), open_store(out), call, dtype=dtype, strict=strict
+            self._folder(iteration),
+            open_local(like, "export"),
+            open_local(out, "export"),
+            call,
+            dtype=dtype,
+            strict=strict,
         )
 
     def _committed(self, iteration: int) -> None:

@@ -20,6 +20,7 @@ from holdfast._core.base.deadline import TIMEOUT
 from holdfast._core.base.reporting import warn_once
 from holdfast._core.protocol.call import own_timeout
 from holdfast._frameworks.arguments import by_name, names_of
+from holdfast._frameworks.folders import refuse_url
 from holdfast._frameworks.guard import is_guarded
 from holdfast._frameworks.megatron_fsdp import patches as megatron_fsdp
 from holdfast._frameworks.patching import MakeReplacement, Replacement
@@ -106,6 +107,10 @@ def _standing_in(module: str, name: str, more: Callable[[], dict[str, object]] =
     def make(original: Function) -> Function:
         @wraps(original)
         def call(*args: object, **named: object) -> object:
+            # megatron-core has no tracker, but the frameworks that call it write one.
+            refuse_url(
+                next((one for one in args[:2] if isinstance(one, str)), named.get("checkpoint_dir")), name
+            )
             # The caller's arguments take precedence over those of `install`.
             return getattr(_ours(module), name)(*args, **{**more(), **named})
 

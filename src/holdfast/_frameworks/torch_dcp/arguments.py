@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from holdfast._core.format.names import INDEX, MARKER
 from holdfast._core.store.base import Store
 from holdfast._core.store.local import open_store
+from holdfast._core.store.schemes import takes
 from holdfast._models.views.hugging_face import weights_file
 from holdfast.errors import BadInput
 
@@ -112,7 +113,7 @@ _ROLES = {
     "async_stager": "staging.AsyncStager",
 }
 """The required base class of each argument; that of a planner depends on the call."""
-_URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_URL = re.compile(r"(?!file:)([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
 
 class Understood(NamedTuple):
@@ -143,10 +144,13 @@ def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given:
         if value is not None:
             _check(call, name, value, checkpoint_id)
     assert folder is not None  # the known writers and readers have a path
+    if isinstance(folder, str) and (url := _URL.match(folder)) and not takes(url[1]):
+        raise OnlyTorch(
+            f"holdfast.dcp.{call} has no store for {url[1]}:// places.",
+            hint="For s3://, gs:// and az://: pip install 'torch-holdfast[object]'.",
+        )
     if type(storage).__name__ == "HuggingFaceStorageReader" and not _is_read(open_store(folder)):
         raise OnlyTorch(f"{os.fspath(folder)} is neither a checkpoint of Holdfast nor a published model.")
-    if isinstance(folder, str) and _URL.match(folder):
-        raise OnlyTorch(f"holdfast.dcp.{call} stores to paths, not to {folder!r}.", hint="Give a path.")
     return Understood(
         folder,
         overwrite=getattr(storage, "overwrite", True),

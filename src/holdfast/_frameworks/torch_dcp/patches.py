@@ -87,6 +87,8 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
             try:
                 if unknown := sorted(named.keys() - set(_taken(name)())):
                     raise BadInput(f"{', '.join(unknown)} is not known to this version of Holdfast.")
+                if "://" in str(named.get("checkpoint_id")):
+                    raise BadInput("A framework's own files go to paths, so its URLs are left to torch DCP.")
                 arguments.understand(name, named.get("checkpoint_id"), **objects)
             except BadInput as error:
                 # The framework gives this argument, and its user can't remove it (docs/decisions/0016).

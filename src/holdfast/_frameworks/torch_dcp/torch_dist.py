@@ -52,7 +52,7 @@ from holdfast._core.state.leaf import Leaf
 from holdfast._core.state.memory import Part, torch_dtype
 from holdfast._core.store.base import Reader, Store, Writer, replace_file, storage_errors
 from holdfast._core.store.filesystem import make_durably
-from holdfast._core.store.local import open_store
+from holdfast._core.store.local import open_local, open_store
 from holdfast._core.store.pins import Pin
 from holdfast._core.torch_private import storage_info
 from holdfast._frameworks.megatron import enumerations
@@ -176,7 +176,7 @@ def export_torch_dist(
         starts again. `.metadata` is written last. Stock torch DCP loads any export; stock megatron-core loads
         those with common state, which `holdfast.megatron.save` stores.
     """
-    store, target = open_store(source), open_store(out)
+    store, target = open_store(source), open_local(out, "An export to torch_dist")
     with closing(Pin(store)), open_index(store) as index:
         label = label_of(index.identity)
         small = _small_files(store)

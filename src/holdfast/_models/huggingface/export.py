@@ -36,7 +36,7 @@ from holdfast._core.protocol.operation import read_state
 from holdfast._core.protocol.task import CollectiveTask
 from holdfast._core.store.base import Store, Writer, replace_file, storage_errors
 from holdfast._core.store.filesystem import make_durably
-from holdfast._core.store.local import LocalStore, open_store
+from holdfast._core.store.local import LocalStore, open_local, open_store
 from holdfast._core.store.pins import Pin
 from holdfast._models.conversion.folder import carried, put_files, refuse_changed
 from holdfast._models.huggingface.assembling import PublishedPart, assemble
@@ -111,8 +111,8 @@ def export_huggingface(
     call = begin_call(job_of(job).within(7200.0))
     return run_export(
         open_store(source),
-        open_store(like),
-        open_store(out),
+        open_local(like, "holdfast.export"),
+        open_local(out, "holdfast.export"),
         call,
         dtype=dtype,
         file_bytes=file_bytes,

@@ -26,7 +26,7 @@ from holdfast._core.layout.ranks import ranks_of, ranks_text
 from holdfast._core.layout.tensor import DTYPES, TensorSpec
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.store.base import Folder, Store
-from holdfast._core.store.local import open_store
+from holdfast._core.store.local import open_local, open_store
 from holdfast._core.store.pins import Pin
 from holdfast._models.conversion.byte_ranges import ByteRange, byte_ranges
 from holdfast._models.huggingface.slice_writer import Fetched, SliceWriter
@@ -171,7 +171,7 @@ def _fetch(
         if to is not None:
             kind = PUBLISHED if isinstance(opened, PublishedModel) else CHECKPOINT
             what = Fetched(kind, ranks_text(numbers), grid.text(), columns, specs, needs)
-            out = open_store(to)
+            out = open_local(to, "holdfast fetch --to")
             written, path = SliceWriter(store, opened, out, what, report).write(), out.url
     return FetchReport(
         source=store.url,

@@ -13,6 +13,8 @@ from holdfast._core.store.local import LocalStore, LocalWriter
 class WholeFiles(LocalStore):
     """A store that writes `.<name>.<random>.partial`, and renames that when it is finished."""
 
+    capabilities = LocalStore.capabilities._replace(reopens=False)  # its url opens a LocalStore
+
     def create(self, path: str) -> LocalWriter:
         folder, name = os.path.split(path)
         # A unique name, because another call, or one that was given up, may still write.

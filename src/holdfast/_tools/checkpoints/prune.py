@@ -22,7 +22,7 @@ from holdfast._core.format.names import CONFIG, DATA, INDEX, METADATA
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.old_steps import entries, old_files, own_names, remove_step
 from holdfast._core.store.absence import nothing_there
-from holdfast._core.store.base import FOLDERS, Entry, Folder, Kind, Store
+from holdfast._core.store.base import FOLDERS, Entry, Folder, Kind, Store, capabilities
 from holdfast._core.store.branches import is_left, left_behind
 from holdfast._core.store.local import open_store
 from holdfast._core.store.publishing import HIDDEN
@@ -192,6 +192,12 @@ def prune(run: Folder, keep: int | None = None, older_than: float = HOUR, dry_ru
     keep: also remove all but the newest `keep` committed steps. older_than: seconds; younger left-overs stay.
     """
     store = open_store(run)
+    if not capabilities(store).times:
+        raise BadInput(
+            f"{store.url} can't be pruned: in its store the files of a running save look like left-overs, as "
+            "no time of theirs can be relied on.",
+            hint="keep= of Checkpoints removes old steps there. docs/storage.md: what removes left-overs.",
+        )
     entry = store.stat()
     if entry is None or entry.kind not in FOLDERS:
         raise BadInput(f"{store.url} " + ("does not exist." if entry is None else "is a file, not a folder."))

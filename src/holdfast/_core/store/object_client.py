@@ -1,0 +1,186 @@
+"""A bucket of an object store, by obstore: requests under a deadline, from any thread.
+
+A request runs on a thread of its own, and its caller waits. So a signal (Ctrl-C, SIGTERM) is heard in the
+middle of a request, and a request can be given up: its thread ends at the limits below. Not by obstore's
+coroutines: a process that ends right after one of them is aborted now and then.
+
+obstore does not survive a fork: a child that uses it hangs, and then its parent does, too. So a child gets an
+error instead.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any, Generic, TypeVar
+
+from holdfast._core.base.deadline import REAL_CLOCK, Deadline
+from holdfast._core.base.threads import start_thread
+from holdfast._core.store.object_errors import explained, missing_package
+from holdfast.errors import StorageError
+
+T = TypeVar("T")
+CONNECT, READ, REQUEST = 5.0, 30.0, 120.0
+"""Seconds for a connection, between two bytes of a reply, and for a whole request with its body."""
+PATIENCE = 180.0
+"""Seconds for which requests are tried again."""
+_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "AZURITE_")
+"""How the names of environment variables begin that obstore reads."""
+
+
+class Request(Generic[T]):
+    """A call on a thread of its own."""
+
+    def __init__(self, action: Callable[[], T]) -> None:
+        self._action = action
+        self._ended = threading.Event()
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        start_thread(self._run, "holdfast-objects")
+
+    def _run(self) -> None:
+        try:
+            self._result.append(self._action())
+        except BaseException as error:
+            self._error = error
+        self._ended.set()
+
+    def ended(self, seconds: float) -> bool:
+        return self._ended.wait(seconds)
+
+    def result(self, seconds: float) -> T:
+        """Return what the call returned, or raise what it raised; TimeoutError if it has not ended."""
+        if not self._ended.wait(max(seconds, 0.0)):
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+
+class _Process:
+    """Whether this process may use obstore."""
+
+    def __init__(self) -> None:
+        self.used = False
+        self.before_fork: int | None = None
+        """The process that used obstore before this one was forked from it."""
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        if self.used:
+            self.before_fork = self.before_fork or os.getppid()
+
+    def use(self) -> None:
+        self.used = True
+        if self.before_fork is not None:
+            raise StorageError(
+                f"This process was forked from process {self.before_fork} after that one had used an object "
+                "store, whose connections do not survive that: it would hang.",
+                hint="Start it by spawn or forkserver (multiprocessing_context= of a DataLoader), or use the "
+                "object store only in its parent.",
+            )
+
+
+_process = _Process()
+
+
+def begin(action: Callable[[], T]) -> Request[T]:
+    """Begin a request on a thread of its own."""
+    _process.use()
+    return Request(action)
+
+
+class Client:
+    """A bucket."""
+
+    def __init__(self, scheme: str, bucket: str) -> None:
+        self.scheme, self.bucket = scheme, bucket
+        self.patient = _obstore(scheme, bucket, retries=10)
+        """For requests that may be repeated: by obstore itself, for PATIENCE seconds."""
+        self.plain = _obstore(scheme, bucket, retries=0)
+        """For conditional PUTs, whose replies only `object_publish` understands."""
+        self.versions: dict[str, tuple[bytes, dict[str, str]]] = {}
+        """The last bytes of small objects that were read or written here, and their version, by key."""
+        self.keeps_conditions = False
+        """Whether this bucket is known to keep the conditions of a PUT."""
+        self.checking = threading.Lock()
+
+    def url(self, key: str) -> str:
+        return f"{self.scheme}://{self.bucket}/{key}"
+
+    def note_version(self, key: str, tail: bytes, version: dict[str, str]) -> None:
+        while len(self.versions) >= 256:
+            self.versions.pop(next(iter(self.versions)), None)
+        self.versions[key] = tail, version
+
+    def call_all(
+        self, doing: str, key: str, actions: Sequence[Callable[[], T]], deadline: Deadline | None = None
+    ) -> list[T]:
+        """Make several such requests at once."""
+        begun, limit = REAL_CLOCK.now(), PATIENCE + REQUEST
+        limit = limit if deadline is None else min(limit, deadline.left())
+        try:
+            requests = [begin(action) for action in actions]
+            return [request.result(begun + limit - REAL_CLOCK.now()) for request in requests]
+        except StorageError:
+            raise
+        except Exception as error:
+            raise explained(doing, self.url(key), error, REAL_CLOCK.now() - begun) from None
+
+    def call(self, doing: str, key: str, action: Callable[[], T], deadline: Deadline | None = None) -> T:
+        """Make a request that may be repeated. Raises StorageError, NotFound among them."""
+        return self.call_all(doing, key, [action], deadline)[0]
+
+
+def left(deadline: Deadline | None) -> float:
+    """Return for how long to try."""
+    return PATIENCE if deadline is None else min(PATIENCE, deadline.left())
+
+
+_clients: dict[tuple[str, str], tuple[int, Client]] = {}
+"""The client of each bucket, with a hash of the environment that it was made in."""
+_known = threading.Lock()
+
+
+def client_of(scheme: str, bucket: str) -> Client:
+    """Return the client of a bucket; a new one if the environment has changed, as tokens may be in it."""
+    now = hash(tuple(sorted(item for item in os.environ.items() if item[0].startswith(_PREFIXES))))
+    with _known:
+        before, client = _clients.get((scheme, bucket), (0, None))
+        if client is None or before != now:
+            client = Client(scheme, bucket)
+            _clients[scheme, bucket] = now, client
+        return client
+
+
+@cache
+def library() -> Any:
+    """Return obstore. Raises StorageError if it is not installed."""
+    try:
+        import obstore
+        import obstore.store
+    except ImportError as error:
+        raise missing_package(error) from None
+    return obstore
+
+
+def _obstore(scheme: str, bucket: str, retries: int) -> Any:
+    store = library().store
+    kinds = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}
+    options: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=CONNECT),
+        "read_timeout": timedelta(seconds=READ),
+        "timeout": timedelta(seconds=REQUEST),
+    }
+    endpoints = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+    http = any(os.environ.get(name, "").startswith("http://") for name in endpoints)
+    if http or "http://" in os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY", ""):
+        options["allow_http"] = True
+    retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=PATIENCE)}
+    try:
+        return kinds[scheme](bucket, client_options=options, retry_config=retry)
+    except Exception as error:
+        raise explained("Opening", f"{scheme}://{bucket}", error, 0.0) from None

@@ -1,0 +1,111 @@
+"""The errors of object stores as sentences. The texts of the library are not passed on: they hold URLs, and
+with them tokens."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+from holdfast._core.store.base import NotFound
+from holdfast.errors import StorageError
+
+EXTRA = "pip install 'torch-holdfast[object]'"
+_CODE = re.compile(r"<Code>([A-Za-z]{3,60})</Code>")
+_STATUS = re.compile(r"status code: ([0-9]{3})")
+_MAY = {
+    "Opening": "read objects (s3:GetObject; storage.objects.get; Blob Data Reader)",
+    "Reading": "read objects (s3:GetObject; storage.objects.get; Blob Data Reader)",
+    "Looking at": "read and list objects (s3:GetObject and s3:ListBucket; storage.objects.get and .list)",
+    "Listing": "list the bucket (s3:ListBucket; storage.objects.list)",
+    "Deleting": "delete objects (s3:DeleteObject; storage.objects.delete)",
+}
+_WRITE = "write objects (s3:PutObject; storage.objects.create; Blob Data Contributor)"
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"}
+_EXPIRED = {"ExpiredToken", "TokenRefreshRequired", "ExpiredTokenException", "RequestExpired"}
+_REFUSED = {
+    "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed", "InvalidSecurity",
+    "InvalidAuthenticationInfo",
+}  # fmt: skip
+_REGION = {
+    "PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+}  # fmt: skip
+_BUSY = {"SlowDown", "TooManyRequests", "ServerBusy", "RequestLimitExceeded", "Throttling"}
+_CAUSES = (
+    ("169.254.169.254", "there are no credentials in the environment, and this host has no role"),
+    ("Connection refused", "nothing listens at its address"),
+    ("dns error", "its name is unknown to the DNS"),
+    ("certificate", "its certificate is not trusted here"),
+    ("TimedOut", "it gave no answer in time"),
+    ("Timeout", "it gave no answer in time"),
+    ("error sending request", "the connection broke off before an answer"),
+    ("HTTP error", "the connection broke off before the end of the answer"),
+)
+"""What a text of the library says of the cause, the most telling first."""
+
+
+def code_of(error: BaseException) -> str:
+    """Return the server's code of an error, such as SlowDown; "" if there is none."""
+    found = _CODE.search(str(error))
+    return "" if found is None else found[1]
+
+
+def status_of(error: BaseException) -> int:
+    """Return the status of HTTP in an error; 0 if there is none."""
+    found = _STATUS.search(str(error))
+    return 0 if found is None else int(found[1])
+
+
+def is_final(error: BaseException) -> bool:
+    """Return whether the server has refused a request, so that it was not executed, and will not be."""
+    status = status_of(error)
+    refused = 300 <= status < 500 and status not in (404, 408, 409, 412, 425, 429)
+    return refused or code_of(error) in _NO_BUCKET
+
+
+def explained(doing: str, url: str, error: BaseException, seconds: float) -> StorageError:
+    """Return the error to raise instead of one of the library."""
+    code, status, text = code_of(error), status_of(error), str(error)
+    kind, what = StorageError, f"{doing} {url} failed: "
+    bucket, number = "/".join(url.split("/")[:3]), errno.EIO
+    if code in _NO_BUCKET:
+        why, hint = f"there is no {bucket}", "Create the bucket; Holdfast makes none."
+    elif code == "NoSuchUpload":
+        why, hint = "its upload was given up, as another part was refused or took too long", ""
+    elif isinstance(error, FileNotFoundError) or status == 404:
+        kind, number = NotFound, errno.ENOENT
+        why, hint = "there is no such object", ""
+    elif code in _EXPIRED:
+        why = "the token of these credentials has expired"
+        hint = "Use credentials that renew themselves (a role), or set new ones in the environment."
+    elif code in _REGION or status == 301 or "configured region" in text:
+        why = f"{bucket} is in another region than the one that is asked"
+        hint = "Set AWS_REGION to the region of the bucket."
+    elif code in _REFUSED or status == 401:
+        why, hint = "these credentials are refused", "Look at the credentials in the environment."
+    elif status == 403:
+        number = errno.EACCES
+        why = f"these credentials may not {_MAY.get(doing, _WRITE)}"
+        hint = "Give that right. S3 also says this of a missing object to who may not list the bucket."
+    elif code in _BUSY or status in (429, 503):
+        why = f"it asks to be asked less often ({code or status}), and went on for {seconds:.0f} s"
+        hint = "Save less often, from fewer ranks at once, or ask your provider for more requests."
+    elif status == 501 or code == "NotImplemented":
+        why = "this server does not know such requests"
+        hint = "Use a server that knows conditional writes (If-None-Match, If-Match)."
+    elif status:
+        why, hint = f"it answered with status {status}" + (f" ({code})" if code else ""), ""
+    elif isinstance(error, TimeoutError):
+        number = errno.ETIMEDOUT
+        why, hint = f"it gave no answer within {seconds:.0f} s", "Is the address right, and reachable?"
+    else:
+        why = next((said for sign, said in _CAUSES if sign in text), type(error).__name__)
+        hint = "Is the address right, and reachable, and are there credentials?"
+    return kind(f"{what}{why}.", hint=hint, details={"errno": number, "status": status})
+
+
+def missing_package(error: ImportError) -> StorageError:
+    return StorageError(
+        f"s3://, gs:// and az:// places need the package obstore, which can't be imported here: {error}.",
+        hint=EXTRA,
+    )

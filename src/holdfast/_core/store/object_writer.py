@@ -1,0 +1,169 @@
+"""Writes an object from front to back, in parts that are sent while the next ones are made.
+
+An object of one part is one PUT. Of more parts, up to `AT_ONCE` are under way, and as many bytes again wait
+here at most: a write that comes too early, or while all parts are under way, waits.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from holdfast._core.base.deadline import REAL_CLOCK, Deadline
+from holdfast._core.base.values import Buffer
+from holdfast._core.store.object_client import PATIENCE, Client, Request, begin, left, library
+from holdfast._core.store.object_errors import explained
+from holdfast._core.store.object_publish import library_delete
+from holdfast.errors import StorageError
+
+PART, MOST_PARTS = 16 << 20, 9000
+"""Bytes of a part, at least, and parts of an object, at most: S3 takes 10,000."""
+AT_ONCE = 4
+"""Parts of an object that are under way at once."""
+EARLY = 32 << 20
+"""Bytes that may come before their turn."""
+_LOOK = 0.25
+"""Seconds between two looks whether an upload has failed."""
+GIVEN_UP = 10.0
+"""Seconds that a writer that is discarded takes to abort its upload."""
+
+
+class _GivenUp(Exception):
+    pass
+
+
+def part_bytes(size: int) -> int:
+    """Return the size of the parts of an object of about `size` bytes."""
+    return max(PART, -(-size // MOST_PARTS >> 20) + 1 << 20) if size > PART * MOST_PARTS else PART
+
+
+class ObjectWriter:
+    def __init__(self, client: Client, key: str, size: int, deadline: Deadline | None) -> None:
+        self._client, self._key, self._deadline = client, key, deadline
+        self._part = part_bytes(size)
+        self._begun = REAL_CLOCK.now()
+        self._turn = threading.Condition()
+        self._at = 0
+        """How many bytes have come, without a gap."""
+        self._early: dict[int, bytes] = {}
+        self._buffer = bytearray()
+        self._upload: Request[Any] | None = None
+        self._parts: queue.Queue[bytes | None] = queue.Queue(1)
+        self._ended = False
+
+    def write_at(self, start: int, buffers: Sequence[Buffer]) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        with self._turn:
+            while start > self._at and self._held() + sum(map(len, views)) > EARLY and not self._ended:
+                if not self._turn.wait(1.0) and left(self._deadline) <= 0:
+                    raise self._error(TimeoutError())
+            if self._ended or start < self._at:
+                raise StorageError(f"{self._client.url(self._key)} was given up, or written twice.")
+            if start > self._at:
+                self._early[start] = b"".join(views)
+                return
+            self._append(views)
+            while self._at in self._early:
+                self._append([memoryview(self._early.pop(self._at))])
+            self._turn.notify_all()
+
+    def _held(self) -> int:
+        return sum(map(len, self._early.values()))
+
+    def _append(self, views: list[memoryview]) -> None:
+        for view in views:
+            self._at += len(view)
+            while len(view):
+                room = self._part - len(self._buffer)
+                if not room:
+                    self._send()
+                    continue
+                self._buffer += view[:room]
+                view = view[room:]
+
+    def _send(self) -> None:
+        """Give a part to the upload, once it has room for it."""
+        part, self._buffer = bytes(self._buffer), bytearray()
+        if self._upload is None:
+            self._upload = begin(self._put_parts)
+        self._give(part)
+
+    def _give(self, part: bytes | None) -> None:
+        assert self._upload is not None
+        while True:
+            if self._upload.ended(0):  # it has failed: otherwise it waits for the last part
+                self._upload.result(0)
+            try:
+                return self._parts.put(part, timeout=_LOOK)
+            except queue.Full:
+                if self._deadline is not None and self._deadline.passed():
+                    raise self._error(TimeoutError()) from None
+
+    def _put_parts(self) -> Any:
+        try:
+            return library().put(
+                self._client.patient, self._key, self._given(), chunk_size=self._part, max_concurrency=AT_ONCE
+            )
+        except Exception as error:
+            if self._is_whole():
+                return None
+            raise self._error(error) from None
+
+    def _given(self) -> Iterator[bytes]:
+        while (part := self._parts.get()) is not None:
+            if not part:  # an exception here makes obstore abort the upload
+                raise _GivenUp
+            yield part
+
+    def _is_whole(self) -> bool:
+        """Return whether the object is there as a whole: the reply to its last request may be lost."""
+        with suppress(Exception):
+            meta = library().head(self._client.patient, self._key)
+            return self._ended and bool(meta["size"] == self._at)
+        return False
+
+    def finish(self) -> None:
+        url = self._client.url(self._key)
+        with self._turn:
+            if self._early or self._ended:
+                raise StorageError(f"{url} is not whole: bytes {self._at} and on were not written.")
+            self._ended = True
+            if self._upload is None:
+                data = bytes(self._buffer)
+
+                def put() -> Any:
+                    return library().put(self._client.patient, self._key, data, use_multipart=False)
+
+                self._client.call("Writing", self._key, put, self._deadline)
+                return
+            if self._buffer:
+                self._send()
+            self._give(None)
+        while True:
+            try:
+                self._upload.result(_LOOK)
+                return
+            except TimeoutError:
+                if self._deadline is not None and self._deadline.passed():
+                    raise self._error(TimeoutError()) from None
+
+    def _error(self, error: BaseException) -> StorageError:
+        seconds = REAL_CLOCK.now() - self._begun
+        return explained("Writing", self._client.url(self._key), error, seconds)
+
+    def discard(self) -> None:
+        with suppress(Exception), self._turn:
+            self._ended = True
+            self._early.clear()
+            self._turn.notify_all()
+        with suppress(Exception):
+            if self._upload is not None:
+                with suppress(queue.Empty):
+                    self._parts.get_nowait()
+                self._parts.put_nowait(b"")
+                self._upload.ended(GIVEN_UP)
+        with suppress(Exception):
+            library_delete(self._client, self._key, Deadline(min(GIVEN_UP, PATIENCE)))

@@ -1,0 +1,222 @@
+"""Folders of object stores: s3://, gs://, az://. A file is an object; its key is the path in the bucket.
+
+There are no folders in a bucket: one is there while an object is in it. Nor are there links or locks, and no
+time of an object decides anything. `object_publish` says how a file is published, `object_writer` how one is
+written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from holdfast._core.base.deadline import Deadline
+from holdfast._core.base.values import Buffer
+from holdfast._core.store.base import (
+    VERSION_BYTES,
+    Capabilities,
+    Entry,
+    Kind,
+    NotFound,
+    checked,
+    version_of,
+)
+from holdfast._core.store.object_client import Client, client_of, library
+from holdfast._core.store.object_errors import status_of
+from holdfast._core.store.object_publish import PROBE, library_delete, publish, version_in
+from holdfast._core.store.object_writer import ObjectWriter
+from holdfast.errors import BadInput, Conflict, StorageError
+
+HEAD = 64 << 10
+"""Bytes that are read when an object is opened, which also tells its size and version."""
+_URL = re.compile(r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]{0,254})(?:/(.*))?\Z", re.DOTALL)
+
+
+class ObjectReader:
+    """An object, as the version that it had when it was opened."""
+
+    def __init__(self, client: Client, key: str, deadline: Deadline | None, first: int) -> None:
+        self._client, self._key, self._deadline = client, key, deadline
+        self._first = first
+        """The position of the bytes that were read when it was opened."""
+        self._head, meta = client.call("Opening", key, self._open, deadline)
+        self.size: int = meta["size"]
+        self._version = version_in(meta)
+        if self.size == self._first + len(self._head) and (
+            not self._first or len(self._head) >= VERSION_BYTES
+        ):
+            client.note_version(key, self._head[-VERSION_BYTES:], self._version)
+
+    def _open(self) -> tuple[bytes, Any]:
+        obstore, first = library(), self._first
+        try:
+            found = obstore.get(self._client.patient, self._key, options={"range": (first, first + HEAD)})
+            return bytes(found.bytes()), found.meta
+        except Exception as error:
+            if status_of(error) != 416:  # an empty object has no range
+                raise
+            return b"", obstore.head(self._client.patient, self._key)
+
+    def read(self, start: int, length: int) -> bytes:
+        stop = min(start + length, self.size)
+        if stop <= start:
+            return b""
+        if self._first <= start and stop <= self._first + len(self._head):
+            return self._head[start - self._first : stop - self._first]
+        data = bytes(self._range(start, stop))
+        if stop == self.size:
+            self._client.note_version(self._key, data[-VERSION_BYTES:], self._version)
+        return data
+
+    def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        stop = min(start + sum(map(len, views)), self.size)
+        if stop <= start:
+            return 0
+        if self._first <= start and stop <= self._first + len(self._head):
+            data = memoryview(self._head)[start - self._first : stop - self._first]
+        else:
+            data = self._range(start, stop)
+        done = 0
+        for view in views:
+            part = data[done : done + len(view)]
+            view[: len(part)] = part
+            done += len(part)
+        return done
+
+    def _range(self, start: int, stop: int) -> memoryview:
+        options = {"range": (start, stop), "if_match": self._version.get("e_tag")}
+
+        def get() -> Any:
+            return library().get(self._client.patient, self._key, options=options).bytes()
+
+        try:
+            data = memoryview(self._client.call("Reading", self._key, get, self._deadline))
+        except StorageError as error:
+            if error.details.get("status") == 412:
+                url = self._client.url(self._key)
+                raise NotFound(f"Reading {url} failed: it was replaced since it was opened.") from None
+            raise
+        if len(data) != stop - start:
+            raise StorageError(
+                f"Reading {self._client.url(self._key)} failed: of bytes {start} to {stop} only {len(data)} "
+                "came."
+            )
+        return data
+
+    def close(self) -> None:
+        """Do nothing: a reader holds no connection."""
+
+
+class ObjectStore:
+    """A folder of a bucket."""
+
+    capabilities = Capabilities(
+        times=False,
+        any_order=False,
+        exclusive_create=False,
+        sized=True,
+        opens_at=True,
+        folders=False,
+        reopens=True,
+        at_once=True,
+        bounded=True,
+    )
+
+    def __init__(self, client: Client, prefix: str, deadline: Deadline | None = None) -> None:
+        self._client, self._prefix, self._deadline = client, prefix, deadline
+        self.url = client.url(prefix).rstrip("/")
+
+    def _key(self, path: str) -> str:
+        return f"{self._prefix}/{checked(path)}" if self._prefix else checked(path)
+
+    def bounded(self, deadline: Deadline) -> ObjectStore:
+        return ObjectStore(self._client, self._prefix, deadline)
+
+    def open(self, path: str, first: int = 0) -> ObjectReader:
+        return ObjectReader(self._client, self._key(path), self._deadline, first)
+
+    def create(self, path: str, size: int = 0) -> ObjectWriter:
+        return ObjectWriter(self._client, self._key(path), size, self._deadline)
+
+    def publish(self, path: str, data: bytes, replacing: bytes | None) -> None:
+        key, version = self._key(path), None
+        if replacing is not None:
+            # What is there was read shortly before, as a rule.
+            if self._client.versions.get(key, (None,))[0] != replacing:
+                self._client.versions.pop(key, None)
+                found = version_of(self, path)
+                if found != replacing:
+                    raise Conflict(
+                        f"{self.url}/{path} was put in place by another save since this one began; that one "
+                        "stands, this one is void.",
+                        hint="Give every job its own folder.",
+                    )
+            version = self._client.versions[key][1]
+        publish(self._client, key, bytes(data), replacing, version, self._deadline)
+
+    def delete(self, path: str) -> None:
+        key = self._key(path)
+        self._client.versions.pop(key, None)
+        library_delete(self._client, key, self._deadline)
+
+    def remove(self) -> bool:
+        return not self._first(self._prefix)
+
+    def stat(self, path: str = "") -> Entry | None:
+        if path and (entry := self.stat_files([path])[0]) is not None:
+            return entry
+        return Entry(Kind.FOLDER, 0, 0.0) if self._first(self._key(path) if path else self._prefix) else None
+
+    def stat_files(self, paths: Sequence[str]) -> list[Entry | None]:
+        keys = [self._key(path) for path in paths]
+
+        def look(key: str) -> Entry | None:
+            try:
+                meta = library().head(self._client.patient, key)
+            except FileNotFoundError:
+                return None
+            return Entry(Kind.FILE, meta["size"], meta["last_modified"].timestamp())
+
+        looks = [partial(look, key) for key in keys]
+        return self._client.call_all("Looking at", keys[0], looks, self._deadline) if keys else []
+
+    def list(self, folder: str = "") -> list[str]:
+        prefix = self._key(folder) if folder else self._prefix
+
+        def listed() -> list[str]:
+            found = library().list_with_delimiter(self._client.patient, prefix or None)
+            skip = len(prefix) + 1 if prefix else 0
+            folders = {path[skip:] + "/" for path in found["common_prefixes"]}
+            files = {meta["path"][skip:] for meta in found["objects"]}
+            return sorted(name for name in folders | files if name and not name.startswith(PROBE))
+
+        return self._client.call("Listing", prefix, listed, self._deadline)
+
+    def _first(self, prefix: str) -> bool:
+        """Return whether there is any object in a folder."""
+
+        def look() -> bool:
+            pages = library().list(self._client.patient, prefix or None, chunk_size=16)
+            return any(PROBE not in meta["path"] for page in pages for meta in page)
+
+        return self._client.call("Listing", prefix, look, self._deadline)
+
+    def child(self, folder: str) -> ObjectStore:
+        return ObjectStore(self._client, self._key(folder), self._deadline)
+
+
+def open_objects(url: str) -> ObjectStore:
+    """Return the store at a URL. Credentials come from the environment, or from the host's role."""
+    found = _URL.match(url)
+    if found is None:
+        # Not the whole URL, which may hold a password.
+        raise BadInput(
+            f"The URL after {url.partition('://')[0]}:// is not of the form bucket/folder.",
+            hint="s3://bucket/run; credentials are given in the environment.",
+        )
+    scheme, bucket, path = found.groups()
+    path = (path or "").strip("/")
+    return ObjectStore(client_of(scheme, bucket), checked(path) if path else "")

@@ -1,0 +1,352 @@
+"""Checkpoints in an object store: what a path does, a URL does; in how many requests; and what errors say."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import holdfast
+import holdfast.dcp as dcp
+from holdfast._core.store import object_client, object_publish
+from holdfast._core.store.local import open_store
+from holdfast._tools.cli import cli
+from holdfast.errors import BadInput, HoldfastError, StorageError
+from tests.support.object_servers import BUCKET, Proxy, lies, moto, s3_environment
+
+pytest.importorskip("obstore")
+ALONE = holdfast.Job(no_dist=True)
+SOURCE = str(Path(holdfast.__file__).parents[1])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[int]:
+    with moto() as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    made = Proxy(server)
+    for name, value in s3_environment(made.port).items():
+        monkeypatch.setenv(name, value)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> str:
+    return f"s3://{BUCKET}/{re.sub('[^a-z0-9_]+', '-', request.node.name.lower())}"
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that end soon."""
+    for name, seconds in (("READ", 0.4), ("REQUEST", 5.0), ("PATIENCE", 1.0)):
+        for module in (object_client, object_publish):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, seconds)
+
+
+def state(step: int = 1) -> dict[str, torch.Tensor]:
+    torch.manual_seed(step)
+    return {"model.w": torch.randn(300, 70), "model.b": torch.randn(9)}
+
+
+def zeros(like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- what a path does, a URL does -----------------------------------------------------------------------
+
+
+def test_save_load_and_overwrite(proxy: Proxy, place: str) -> None:
+    for step in (1, 2):
+        holdfast.save(state(step), f"{place}/it/", step=step, job=ALONE)
+        back = zeros(state())
+        holdfast.load(back, f"{place}/it", job=ALONE)
+        assert same(back, state(step))
+    with holdfast.open(f"{place}/it") as checkpoint:
+        assert checkpoint.step == 2
+    data = open_store(f"{place}/it").list("data")
+    assert len(data) == 1, "what the first save wrote is deleted"
+    with pytest.raises(HoldfastError, match="holds no committed checkpoint: it does not exist"):
+        holdfast.load(back, f"{place}/other", job=ALONE)
+
+
+def test_a_run_saved_by_the_writer_process(proxy: Proxy, place: str) -> None:
+    with holdfast.Checkpoints(place, keep=2, job=ALONE) as checkpoints:
+        for step in range(1, 5):
+            checkpoints.save(step, state(step))
+    assert holdfast.latest(place) == f"{place}/step-00000004"
+    with holdfast.Checkpoints(place, job=ALONE) as checkpoints:
+        assert checkpoints.steps() == [3, 4]
+        back = zeros(state())
+        assert checkpoints.restore(back) == 4
+        assert same(back, state(4))
+    names = open_store(place).list()
+    assert names == ["step-00000003/", "step-00000004/"]
+
+
+def test_a_large_save_goes_in_parts(proxy: Proxy, place: str) -> None:
+    large = {"w": torch.randn(12 << 20)}  # 48 MiB
+    proxy.requests()
+    holdfast.async_save(large, place, job=ALONE).committed()
+    seen = proxy.requests()
+    assert sum(line.startswith("PUT") and "/data/" in line for line in seen) == 4
+    back = zeros(large)
+    holdfast.load(back, place, job=ALONE)
+    assert same(back, large)
+
+
+def test_dcp(proxy: Proxy, place: str) -> None:
+    dcp.save(state(), checkpoint_id=place, no_dist=True)
+    back = zeros(state())
+    dcp.load(back, checkpoint_id=place, no_dist=True)
+    assert same(back, state())
+
+
+def test_commands(proxy: Proxy, place: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        holdfast.save(state(step), f"{place}/step-{step:08d}", step=step, job=ALONE)
+    one, two = f"{place}/step-00000001", f"{place}/step-00000002"
+
+    def run(*arguments: str) -> tuple[int, str]:
+        found = CliRunner().invoke(cli, arguments, prog_name="holdfast")
+        return found.exit_code, " ".join(found.output.split())
+
+    assert run("latest", place) == (0, two)
+    for arguments in (("inspect", one), ("inspect", place), ("verify", place), ("same", one, one)):
+        code, output = run(*arguments)
+        assert code == 0, output
+    assert run("diff", one, two)[0] == 1
+    code, output = run("prune", place)
+    assert code != 0
+    assert "can't be pruned: in its store the files of a running save look like left-overs" in output
+    code, output = run("export", "torch_dist", one, f"{place}/out")
+    assert code != 0
+    assert "An export to torch_dist needs a local path, not s3://" in output
+    assert run("export", "torch_dist", one, str(tmp_path / "out"))[0] == 0
+    code, output = run("import", "torch_dist", str(tmp_path / "out"), f"{place}/in")
+    assert code == 0, output
+    back = zeros(state())
+    holdfast.load(back, f"{place}/in", job=ALONE)
+    assert same(back, state(1))
+
+
+# -- requests -----------------------------------------------------------------------------------------
+
+
+def test_budgets_of_requests(proxy: Proxy, place: str) -> None:
+    holdfast.save(state(), f"{place}/first", job=ALONE)  # tries the bucket, once in a process
+    proxy.requests()
+    holdfast.save(state(), f"{place}/it", job=ALONE)
+    assert len(proxy.requests()) <= 4 + 1
+    holdfast.load(zeros(state()), f"{place}/it", job=ALONE)
+    assert len(proxy.requests()) <= 2 + 1
+    with holdfast.Checkpoints(f"{place}/run", keep=3, asynchronous=False, job=ALONE) as checkpoints:
+        for step in range(1, 4):
+            checkpoints.save(step, state(step))
+            seen = proxy.requests()
+            assert len(seen) <= 12 + 1, seen
+        checkpoints.save(4, state(4))
+        assert len(proxy.requests()) <= 12 + 1 + 12  # and step 1 is removed
+    proxy.requests()
+    assert holdfast.latest(f"{place}/run") == f"{place}/run/step-00000004"
+    assert len(proxy.requests()) == 2
+
+
+def test_the_newest_of_many_uncommitted_steps_is_found_in_few_round_trips(proxy: Proxy, place: str) -> None:
+    store = open_store(place)
+    for step in range(1, 41):
+        name = f"step-{step:08d}/" + ("index.safetensors" if step == 10 else "data/a")
+        writer = store.create(name)
+        writer.write_at(0, [b"1" * 99])
+        writer.finish()
+    proxy.requests()
+    assert holdfast.latest(place) == f"{place}/step-00000010"
+    # 31 indexes and the markers of 30 steps: one after the other, and with a list each, 4 times as many.
+    assert len(proxy.requests()) <= 1 + 2 * 33
+
+
+# -- errors ---------------------------------------------------------------------------------------------
+
+WRITES, ALL = ("PUT", "POST"), ("PUT", "POST", "GET", "HEAD")
+
+
+@pytest.mark.parametrize(
+    ("fault", "methods", "says"),
+    [
+        ("denied", WRITES, "these credentials may not write objects (s3:PutObject"),
+        ("denied", ALL, "these credentials may not read objects (s3:GetObject"),
+        ("expired", WRITES, "the token of these credentials has expired"),
+        ("nobucket", ALL, "there is no s3://bucket."),
+        ("region", ALL, "is in another region"),
+        ("unknown", WRITES, "does not know such requests"),
+        ("503", WRITES, "it asks to be asked less often (SlowDown), and went on for"),
+        ("hang", WRITES, "it gave no answer in time"),
+    ],
+)
+def test_an_error_is_a_sentence(
+    proxy: Proxy, place: str, hasty: None, fault: str, methods: tuple[str, ...], says: str
+) -> None:
+    proxy.rule = lambda method, path, query, number: fault if method in methods else "pass"
+    begun = time.monotonic()
+    with pytest.raises(HoldfastError) as caught:
+        holdfast.save(state(), place, job=holdfast.Job(no_dist=True, timeout=30.0))
+    assert says in str(caught.value)
+    assert time.monotonic() - begun < 15
+    for secret in ("very-secret", "AWS4-HMAC", "Signature", "127.0.0.1"):
+        assert secret not in str(caught.value)
+    proxy.rule = lambda *_: "pass"
+    assert holdfast.latest(place) is None
+
+
+def test_a_missing_bucket_is_no_fresh_start(proxy: Proxy) -> None:
+    with (
+        holdfast.Checkpoints("s3://nobody-made-it/run", job=ALONE) as checkpoints,
+        pytest.raises(HoldfastError, match="there is no s3://nobody-made-it"),
+    ):
+        checkpoints.restore(state())
+
+
+def test_a_server_that_ignores_conditions_is_refused(
+    server: int, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    liar = Proxy(server, lies)
+    for name, value in s3_environment(liar.port).items():
+        monkeypatch.setenv(name, value)
+    try:
+        with pytest.raises(
+            HoldfastError, match=r"s3://bucket can't hold checkpoints: its server ignores cond"
+        ):
+            holdfast.save(state(), place, job=ALONE)
+        assert holdfast.latest(place) is None
+        assert open_store(place).list() == []
+    finally:
+        liar.close()
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///x", "s3://user:very-secret@bucket/x", "s3://bucket/../x"])
+def test_urls_that_are_none(url: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        open_store(url)
+    assert "very-secret" not in str(caught.value)
+
+
+# -- processes ------------------------------------------------------------------------------------------
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": SOURCE},
+    )
+
+
+def test_neither_the_library_nor_the_command_line_imports_obstore() -> None:
+    code = "import sys, holdfast, holdfast._tools.cli; print([m for m in sys.modules if m.startswith('obstore')])"
+    assert start(code).communicate(timeout=120)[0] == "[]\n"
+
+
+def test_without_the_extra_a_sentence_says_what_to_install() -> None:
+    code = """
+        import sys
+        sys.modules["obstore"] = None
+        import holdfast
+        try:
+            holdfast.latest("s3://bucket/run")
+        except holdfast.errors.StorageError as error:
+            print(error)
+    """
+    said = start(code).communicate(timeout=120)[0]
+    assert "need the package obstore" in said
+    assert "pip install 'torch-holdfast[object]'" in said
+
+
+def test_a_fork_after_the_first_use_is_refused_and_its_parent_goes_on(proxy: Proxy, place: str) -> None:
+    code = """
+        import os, sys, holdfast
+        from holdfast._core.store.local import open_store
+        store = open_store(sys.argv[1])
+        store.publish("a", b"1" * 40, None)
+        child = os.fork()
+        if not child:
+            try:
+                open_store(sys.argv[1]).list()
+            except holdfast.errors.StorageError as error:
+                os._exit(7 if "was forked from process" in str(error) else 8)
+            os._exit(9)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), store.list())
+    """
+    process = start(code, place)
+    try:
+        said, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert said == "7 ['a']\n", errors
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_heard_in_a_request(proxy: Proxy, place: str, number: signal.Signals) -> None:
+    proxy.rule = lambda *_: "hang"
+    code = """
+        import signal, sys, holdfast
+        def stop(*_):
+            raise SystemExit(5)
+        signal.signal(signal.SIGTERM, stop)
+        print("begins", flush=True)
+        try:
+            holdfast.latest(sys.argv[1])
+        except KeyboardInterrupt:
+            raise SystemExit(5)
+    """
+    process = start(code, place)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begins\n"
+        ends = time.monotonic() + 30
+        while not proxy.requests():
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        process.send_signal(number)
+        begun = time.monotonic()
+        assert process.wait(20) == 5
+        assert time.monotonic() - begun < 3
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def test_a_save_that_hangs_ends_at_its_deadline(proxy: Proxy, place: str) -> None:
+    holdfast.save(state(), f"{place}/first", job=ALONE)
+    proxy.rule = lambda method, path, query, number: "hang" if method == "PUT" else "pass"
+    begun = time.monotonic()
+    with pytest.raises(HoldfastError, match="no answer"):
+        holdfast.save(state(), f"{place}/it", job=holdfast.Job(no_dist=True, timeout=2.0))
+    assert time.monotonic() - begun < 6
+
+
+def test_it_is_a_storage_error(proxy: Proxy) -> None:
+    proxy.rule = lambda *_: "denied"
+    with pytest.raises(StorageError) as caught:
+        open_store(f"s3://{BUCKET}/x").list()
+    assert isinstance(caught.value, OSError)
