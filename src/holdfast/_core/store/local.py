@@ -38,7 +38,6 @@ from holdfast._core.store.filesystem import (
     sync_folder,
 )
 from holdfast._core.store.publishing import publish
-from holdfast._core.store.schemes import store_at
 from holdfast.errors import BadInput, StorageError
 
 # Buffers per call: IOV_MAX of Linux.
@@ -312,7 +311,11 @@ def open_store(place: Folder) -> Store:
             )
         return place
     text, scheme = _text_of(place)
-    return _local(text) if scheme == "file" else store_at(scheme, text)
+    if scheme == "file":
+        return _local(text)
+    from holdfast._core.store.schemes import store_at  # `holdfast latest` of a path starts without it
+
+    return store_at(scheme, text)
 
 
 def open_local(place: str | os.PathLike[str], doing: str) -> LocalStore:
