@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import resource
+import sys
+from contextlib import suppress
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +36,36 @@ def test_a_copy_into_new_and_into_mapped_pages_is_what_was_copied(nbytes: int) -
         arena.populate()
         data = data[::-1].copy()
     assert not arena.is_new
+
+
+def test_an_arena_whose_making_is_interrupted_goes_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted at every line in turn, as by Ctrl-C, or by a lack of memory."""
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    at, lines = 0, 1
+
+    def look(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        if frame.f_code is not Arena.__init__.__code__:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == at:
+                sys.settrace(None)
+                raise MemoryError
+        return look
+
+    while at <= lines:  # it was interrupted
+        at, lines = at + 1, 0
+        sys.settrace(look)
+        try:
+            with suppress(MemoryError):
+                Arena()
+        finally:
+            sys.settrace(None)
+    gc.collect()
+    assert at > 8
+    assert not ignored
 
 
 def test_a_copy_meets_no_page_faults_once_the_pages_are_there() -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
 import holdfast
+from holdfast._core import ready
+from holdfast._core.background import writer_client, writer_messages
 from holdfast._core.background.pending import Pending
 from holdfast._core.background.queue import LANE, SaveQueue
 from holdfast._core.protocol.call import begin_call
@@ -55,6 +61,40 @@ def stop_writer(queue: SaveQueue) -> int:
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     return pid
+
+
+# A socket whose `close` is interrupted is closed with the garbage.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_writer_process_whose_start_is_interrupted_is_started_again(tmp_path: Path) -> None:
+    """Interrupted at every line in turn, as by Ctrl-C, or by a lack of memory."""
+    files = (writer_client.__file__, writer_messages.__file__, ready.__file__)
+    state, at, lines = {"w": torch.ones(100)}, 0, 1
+
+    def look(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename not in files or frame.f_code.co_name in ("_isolated_python", "_places"):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return look
+
+    while at <= lines:  # it was interrupted
+        at, lines = at + 1, 0
+        owner = threading.local()
+        queue = SaveQueue(owner)
+        sys.settrace(look)
+        try:
+            with suppress(KeyboardInterrupt):
+                queue.writer.start()
+        finally:
+            sys.settrace(None)
+        save(queue, tmp_path / str(at), state).committed(30)
+        queue.drain()
+        queue.retire()
+    assert at > 10
 
 
 def test_none_waits_for_those_before_it(queue: SaveQueue, tmp_path: Path) -> None:

@@ -51,4 +51,5 @@ def test_the_page_is_followed_word_by_word(tmp_path: Path, monkeypatch: pytest.M
     }
     assert tried.keys() == {"seed_oss:", "arcee:"}
     assert all(largest > 5 and difference < 1e-5 * largest for largest, difference in tried.values())
+    assert "The table 'seed_oss' names all but 0 of" in printed
     assert failed == 1

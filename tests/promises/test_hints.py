@@ -36,6 +36,7 @@ RAISED_BY: dict[str, list[Callable[..., Any]]] = {
     "_groups/lifecycle/warm_up.py": [holdfast.warm_up],
     "_frameworks/torch_dcp/arguments.py": [dcp.save, dcp.async_save, dcp.load],
     "_models/huggingface/export.py": [huggingface.export],
+    "_models/huggingface/importing.py": [huggingface.import_],
     "_models/huggingface/published_tensors.py": [huggingface.export],
     "_frameworks/megatron/checkpointing.py": [megatron.load] if megatron else [],
     "_core/io/renamed.py": [holdfast.load],

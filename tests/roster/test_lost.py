@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path as File
@@ -267,15 +268,17 @@ ALLOWED = {
 """What may be used outside of the judge and its evidence, and why it judges nobody."""
 
 
+OF_THE_CORE = re.compile(r"holdfast\._core(\.roster\b.*|\.\w+)?$")
+"""What may give the names of `roster`: itself, and what exports names of the core."""
+
+
 def _evidence(tree: ast.AST) -> Iterator[str]:
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(module="holdfast._core.roster", names=names):
                 yield from (one.name for one in names if one.name in ("process", "links", "lost"))
-            case ast.ImportFrom(module=str(module), names=names) if module.startswith(
-                "holdfast._core.roster"
-            ):
+            case ast.ImportFrom(module=str(module), names=names) if OF_THE_CORE.match(module):
                 yield from (one.name for one in names if one.name in {*WORDS, "Path", "judge", "*"})
             case ast.Import(names=names):
                 yield from (one.name for one in names if one.name.startswith("holdfast._core.roster"))
@@ -318,6 +321,7 @@ def test_nobody_else_judges() -> None:
         "import holdfast._core.roster.process as process",
         "from holdfast._core.roster.links import Path",
         "from holdfast._core.roster.lost import judge",
+        "from holdfast._core import judge",
         "who.state()",
         "if not seen.vitals.who.exited_with_0(): pass",
         "why = known.who.how_it_ended()",

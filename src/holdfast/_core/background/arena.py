@@ -77,8 +77,6 @@ class Arena:
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        with _room_for(0):
-            self.fd = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC) if fd is None else fd
         self.number = next(_numbers)
         """Never reused in this process, unlike descriptors and addresses."""
         self.size = 0
@@ -89,6 +87,9 @@ class Arena:
         """Whether its pages are not yet allocated, or not yet mapped here."""
         self._map: mmap.mmap | None = None
         self._keep: object = None
+        # Last: `close`, which an interrupt of these lines leads to, needs the rest if there is a descriptor.
+        with _room_for(0):
+            self.fd = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC) if fd is None else fd
         if fd is not None:
             self._attach(os.fstat(fd).st_size)
 

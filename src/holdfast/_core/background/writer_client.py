@@ -131,8 +131,10 @@ class WriterClient:
     def _start(self) -> None:
         mine, theirs = socket.socketpair()
         try:
-            # A new interpreter, not a fork of this process's memory; in a session of its own, so that Ctrl-C
-            # does not reach it.
+            self._wire, self._attached = Wire[FromWriter](mine, FromWriter), set()
+            # The process last: after an interrupt between these lines, one without a wire would count as
+            # started. A new interpreter, not a fork of this process's memory; in a session of its own, so
+            # that Ctrl-C does not reach it.
             self._process = subprocess.Popen(
                 [*_isolated_python(), str(START), str(theirs.fileno()), json.dumps(_places())],
                 pass_fds=[theirs.fileno()],
@@ -145,8 +147,6 @@ class WriterClient:
         finally:
             # Otherwise this process would keep the writer's end open, and never detect that the writer ended.
             theirs.close()
-        self._wire = Wire[FromWriter](mine, FromWriter)
-        self._attached = set()
 
     def write(
         self,

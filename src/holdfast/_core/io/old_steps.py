@@ -26,7 +26,7 @@ from holdfast._core.store.pins import unpinned
 from holdfast._core.store.publishing import HIDDEN
 from holdfast._core.store.retention import Retention, StepFacts
 from holdfast._core.store.run_folder import (
-    Look,
+    MarkEntries,
     best_of,
     by_step,
     is_linked,
@@ -83,7 +83,7 @@ def retire(
     removable: dict[int, str] = {}
     # If there are at most `keep` steps, which is common, no folder is examined. Otherwise the newest first.
     looked_at = steps[::-1] if len(steps) > rules.keep else []
-    look = Look(store, [folder for _, folders in looked_at for folder in folders])
+    look = MarkEntries(store, [folder for _, folders in looked_at for folder in folders])
     for step, folders in looked_at:
         if rules.best is None and len(removable) >= rules.keep and rules.stays_by_number(step):
             continue  # no other rule compares it with other steps

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from itertools import islice
 from typing import NamedTuple
@@ -96,6 +97,26 @@ def nearest(name: str, names: Collection[str]) -> str | None:
         names = list(islice((other for other in names if other.endswith(tail)), _MANY))
     similar = get_close_matches(name[:200], names, 1)
     return similar[0] if similar else None
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
+
+
+def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group names that differ only in their numbers, as of layers and experts; the key has * for these, or is
+    the name if it is alone."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_NUMBER.sub("*", name), []).append(name)
+    return {same[0] if len(same) == 1 else pattern: same for pattern, same in found.items()}
+
+
+def counted(names: Iterable[str], most: int = 10) -> str:
+    """Return names as text for a message, those that differ only in numbers as one pattern with their
+    number."""
+    groups = by_pattern(names)
+    texts = {key: repr(key) if len(same) == 1 else f"{key!r} ({len(same)})" for key, same in groups.items()}
+    return listed(list(groups), texts.__getitem__, most)
 
 
 def listed(names: Sequence[str], say: Callable[[str], str] = repr, most: int = 10) -> str:

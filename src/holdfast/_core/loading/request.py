@@ -49,6 +49,7 @@ class LoadRequest:
     signature: further values that distinguish this call from others on the same folder; equal on all ranks.
     left_out: weights of a published model that this rank does not request on purpose.
     may_be_left: a predicate: may no rank request this weight? The same on all ranks; others fail the load.
+    left_together: a predicate: may this weight be left only if no rank requests any such weight?
     tells_rest: report names that no rank requests; for a published model they are always reported.
     may_be_empty: all ranks may request nothing (torch DCP accepts that).
     lenient: the argument of the caller's function that permits missing names, for the hint of an error.
@@ -68,6 +69,7 @@ class LoadRequest:
     signature: object = None
     left_out: frozenset[str] = frozenset()
     may_be_left: Callable[[str], bool] = lambda name: True
+    left_together: Callable[[str], bool] = lambda name: False
     tells_rest: bool = True
     may_be_empty: bool = False
     lenient: str = "strict=False"

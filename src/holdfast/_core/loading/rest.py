@@ -11,7 +11,7 @@ import numpy as np
 
 from holdfast._core.format.names import without_rank
 from holdfast._core.io.renamed import mapping_that_fits
-from holdfast._core.layout.tensor import listed
+from holdfast._core.layout.tensor import counted, listed
 from holdfast._core.loading.request import LoadRequest
 from holdfast._core.protocol.messages import HaveRead, LoadRest
 from holdfast._core.state.leaf import Leaf
@@ -57,9 +57,12 @@ def compare(
         )
     unasked = [name for name in _unasked(stored, reports) if stored.counts(name)]
     refused = [name for name in unasked if not request.may_be_left(name)]
+    together = [name for name in unasked if request.left_together(name)]
+    if len(together) < sum(request.left_together(name) and stored.counts(name) for name in names):
+        refused += [name for name in together if request.may_be_left(name)]
     if refused:
         raise LoadFailed(
-            f"No rank asks for {len(refused)} weights of {where}: {listed(refused)}.",
+            f"No rank asks for {len(refused)} weights of {where}: {counted(refused)}.",
             hint="Build the model with all that is published; another strict= of "
             "holdfast.megatron.load, or install(huggingface=False), leaves such weights out.",
             details={"unasked": refused[:100]},
@@ -116,11 +119,11 @@ def warn(where: str, rest: LoadRest, total: int) -> None:
     if rest.unasked:
         sentences.append(
             f"{rest.unasked_total} of the {total} names in {where} were not loaded, because no rank asks "
-            f"for them: {listed(rest.unasked)}."
+            f"for them: {counted(rest.unasked)}."
         )
     if rest.kept:
         sentences.append(
-            f"What {where} does not hold, or in another shape, kept its value: {listed(rest.kept)}."
+            f"What {where} does not hold, or in another shape, kept its value: {counted(rest.kept)}."
         )
     if sentences:
         log.warning("%s", " ".join(sentences))

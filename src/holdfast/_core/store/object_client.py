@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any, Generic, TypeVar
+from types import ModuleType
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from holdfast._core.base.deadline import REAL_CLOCK, Deadline
 from holdfast._core.base.threads import start_thread
@@ -60,7 +61,11 @@ class Request(Generic[T]):
         return self._result[0]
 
 
-class _Process:
+Meta: TypeAlias = Mapping[str, Any]
+"""The metadata of an object, as obstore gives it: `e_tag`, `version`, `size` and others."""
+
+
+class _ForkGuard:
     """Whether this process may use obstore."""
 
     def __init__(self) -> None:
@@ -84,7 +89,7 @@ class _Process:
             )
 
 
-_process = _Process()
+_process = _ForkGuard()
 
 
 def begin(action: Callable[[], T]) -> Request[T]:
@@ -157,7 +162,7 @@ def client_of(scheme: str, bucket: str) -> Client:
 
 
 @cache
-def library() -> Any:
+def library() -> ModuleType:
     """Return obstore. Raises StorageError if it is not installed."""
     try:
         import obstore
@@ -167,10 +172,10 @@ def library() -> Any:
     return obstore
 
 
-def _obstore(scheme: str, bucket: str, retries: int) -> Any:
+def _obstore(scheme: str, bucket: str, retries: int) -> object:
     store = library().store
     kinds = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "connect_timeout": timedelta(seconds=CONNECT),
         "read_timeout": timedelta(seconds=READ),
         "timeout": timedelta(seconds=REQUEST),

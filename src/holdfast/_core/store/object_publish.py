@@ -16,11 +16,10 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from typing import Any
 
 from holdfast._core.base.deadline import REAL_CLOCK, Deadline
 from holdfast._core.store.base import VERSION_BYTES, NotFound, Unsettled
-from holdfast._core.store.object_client import PATIENCE, REQUEST, Client, begin, left, library
+from holdfast._core.store.object_client import PATIENCE, REQUEST, Client, Meta, begin, left, library
 from holdfast._core.store.object_errors import explained, is_final, status_of
 from holdfast.errors import Conflict, StorageError
 
@@ -31,7 +30,7 @@ _COMPARED = 4096
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
-def version_in(meta: Any) -> dict[str, str]:
+def version_in(meta: Meta) -> dict[str, str]:
     """Return what identifies a version of an object, for a condition."""
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name) is not None}
 
@@ -66,7 +65,7 @@ class _Attempt:
         self._unclear: BaseException | None = None
         """The last error after which the object may be in place, or may still come there."""
 
-    def run(self) -> Any:
+    def run(self) -> Meta:
         begun, pause = REAL_CLOCK.now(), _FIRST_PAUSE
         while True:
             try:
@@ -80,10 +79,13 @@ class _Attempt:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _put(self) -> Any:
-        return library().put(self._client.plain, self._key, self._data, mode=self._mode, use_multipart=False)
+    def _put(self) -> Meta:
+        meta: Meta = library().put(
+            self._client.plain, self._key, self._data, mode=self._mode, use_multipart=False
+        )
+        return meta
 
-    def _after(self, error: Exception, seconds: float) -> Any:
+    def _after(self, error: Exception, seconds: float) -> Meta | None:
         """Return the metadata of our object if it is in place, None if the request is to be repeated."""
         refused = type(error).__name__ in ("AlreadyExistsError", "PreconditionError")
         status = status_of(error)
@@ -111,12 +113,12 @@ class _Attempt:
             return None  # the old version is still there
         raise self._conflict()
 
-    def _look(self) -> Any:
+    def _look(self) -> Meta:
         """Return the metadata of the object that is in place, with `ours` if it has our bytes."""
         obstore, size = library(), len(self._data)
         first = max(size - _COMPARED, 0)
 
-        def look() -> Any:
+        def look() -> tuple[Meta, bytes]:
             try:
                 found = obstore.get(self._client.patient, self._key, options={"range": (first, size)})
                 return dict(found.meta), bytes(found.bytes())

@@ -10,7 +10,6 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
 
 from holdfast._core.base.deadline import REAL_CLOCK, Deadline
 from holdfast._core.base.values import Buffer
@@ -50,7 +49,7 @@ class ObjectWriter:
         """How many bytes have come, without a gap."""
         self._early: dict[int, bytes] = {}
         self._buffer = bytearray()
-        self._upload: Request[Any] | None = None
+        self._upload: Request[object] | None = None
         self._parts: queue.Queue[bytes | None] = queue.Queue(1)
         self._ended = False
 
@@ -102,7 +101,7 @@ class ObjectWriter:
                 if self._deadline is not None and self._deadline.passed():
                     raise self._error(TimeoutError()) from None
 
-    def _put_parts(self) -> Any:
+    def _put_parts(self) -> object:
         try:
             return library().put(
                 self._client.patient, self._key, self._given(), chunk_size=self._part, max_concurrency=AT_ONCE
@@ -134,7 +133,7 @@ class ObjectWriter:
             if self._upload is None:
                 data = bytes(self._buffer)
 
-                def put() -> Any:
+                def put() -> object:
                     return library().put(self._client.patient, self._key, data, use_multipart=False)
 
                 self._client.call("Writing", self._key, put, self._deadline)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from holdfast._core.base.deadline import Deadline
 from holdfast._core.base.values import Buffer
@@ -23,7 +22,7 @@ from holdfast._core.store.base import (
     checked,
     version_of,
 )
-from holdfast._core.store.object_client import Client, client_of, library
+from holdfast._core.store.object_client import Client, Meta, client_of, library
 from holdfast._core.store.object_errors import status_of
 from holdfast._core.store.object_publish import PROBE, library_delete, publish, version_in
 from holdfast._core.store.object_writer import ObjectWriter
@@ -49,7 +48,7 @@ class ObjectReader:
         ):
             client.note_version(key, self._head[-VERSION_BYTES:], self._version)
 
-    def _open(self) -> tuple[bytes, Any]:
+    def _open(self) -> tuple[bytes, Meta]:
         obstore, first = library(), self._first
         try:
             found = obstore.get(self._client.patient, self._key, options={"range": (first, first + HEAD)})
@@ -89,7 +88,7 @@ class ObjectReader:
     def _range(self, start: int, stop: int) -> memoryview:
         options = {"range": (start, stop), "if_match": self._version.get("e_tag")}
 
-        def get() -> Any:
+        def get() -> Buffer:
             return library().get(self._client.patient, self._key, options=options).bytes()
 
         try:

@@ -175,7 +175,7 @@ def _committed(
     while (steps := by_step(store, names)) != looked:
         found = False
         for some in _batches(steps[::-1] if newest_first else steps):
-            look = Look(store, [folder for _, folders in some for folder in folders])
+            look = MarkEntries(store, [folder for _, folders in some for folder in folders])
             for step, folders in some:
                 marked = best_of(store, folders, look)
                 if marked is not None:
@@ -192,7 +192,7 @@ def _batches(steps: list[tuple[int, list[str]]]) -> Iterator[list[tuple[int, lis
         yield steps[start : start + AT_ONCE]
 
 
-class Look:
+class MarkEntries:
     """The entries of the marks of some folders, looked at all at once where the store can do that."""
 
     def __init__(self, store: Store, folders: list[str]) -> None:

@@ -20,7 +20,7 @@ from holdfast._core.base.threads import within
 from holdfast._core.base.values import Json
 from holdfast._core.io.old_steps import remove_step
 from holdfast._core.layout.box import Box
-from holdfast._core.layout.tensor import listed
+from holdfast._core.layout.tensor import counted, listed
 from holdfast._core.protocol.call import Call
 from holdfast._core.protocol.operation import agree, read_state
 from holdfast._core.store.local import open_local, open_store
@@ -91,8 +91,9 @@ def fill(asked: Weights | Left, place: str, call: Call) -> None:
             mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
             call,
             left_out=frozenset({OUTPUT} if weights.without else ()),
-            # Many models are trained without these layers. Any other weights that they lack are an error.
-            may_be_left=weights.view.predicts_further,
+            # Many models are trained without any of these layers; other weights must all be there.
+            may_be_left=lambda name: weights.view.predicts_further(name) or weights.view.is_unused(name),
+            left_together=weights.view.is_predictor,
         )
     for number, module in enumerate(weights.modules()):
         kept = module.load_state_dict(loaded[f"model{number}"], strict=False).missing_keys
@@ -147,7 +148,7 @@ def export(
             "%s holds no %d tensors of the published model: %s.",
             report.path,
             len(report.missing),
-            ", ".join(report.missing[:3]),
+            counted(report.missing),
         )
 
 
@@ -205,7 +206,7 @@ def _check(weights: LiveWeights, place: str, call: Call, to_load: bool) -> None:
     unknown = sorted({value.key for value in tensors if not view.knows(value.key)})
     if unknown:
         raise BadInput(
-            f"the family {view.family.name!r} has no place for {len(unknown)} weights: {listed(unknown)}"
+            f"the family {view.family.name!r} has no place for {len(unknown)} weights: {counted(unknown)}"
         )
     for value in tensors:
         box = Box(tuple(value.global_offset), (*(1,) * value.prepend_axis_num, *value.local_shape))

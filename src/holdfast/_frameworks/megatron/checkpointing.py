@@ -172,10 +172,11 @@ def load_state(
     options: Options | None = None,
     left_out: frozenset[str] = frozenset(),
     may_be_left: Callable[[str], bool] | None = None,
+    left_together: Callable[[str], bool] = lambda name: False,
 ) -> mcore.Loaded:
     """Load from a store; otherwise as `load`.
 
-    left_out, may_be_left: as in `LoadRequest`; None: according to `strict`.
+    left_out, may_be_left, left_together: as in `LoadRequest`; None: according to `strict`.
     """
     options = options or Options()
     request = _Request(store, mcore.parse_strict_flag(strict), options.nearest_rng)
@@ -214,6 +215,7 @@ def load_state(
             left_out=left_out,
             tells_rest=False,  # `request.missing` does
             may_be_left=may_be_left or (lambda name: not refuses),
+            left_together=left_together,
             lenient="strict='log_unexpected'",
         )
         report = run_load(load)

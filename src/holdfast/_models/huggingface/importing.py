@@ -5,6 +5,7 @@ The checkpoint loads like the folder of the model, into megatron-core's names an
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,7 +18,7 @@ from holdfast._core.base.values import ReportProgress
 from holdfast._core.format.names import IMPORTED_MODEL
 from holdfast._core.io.open_files import OnDemand, OpenFiles
 from holdfast._core.layout.box import whole
-from holdfast._core.layout.tensor import DTYPES, TensorSpec
+from holdfast._core.layout.tensor import DTYPES, TensorSpec, counted
 from holdfast._core.protocol.call import Call, begin_call
 from holdfast._core.protocol.job import Job, job_of
 from holdfast._core.protocol.operation import read_state
@@ -32,12 +33,15 @@ from holdfast._models.views import hub_format as hf
 from holdfast._models.views.hugging_face import HuggingFaceFolder
 from holdfast.errors import BadInput
 
+log = logging.getLogger("holdfast")
+
 
 def import_huggingface(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
     step: int | None = None,
+    strict: bool = True,
     progress: ReportProgress | None = None,
     job: Job | None = None,
 ) -> SaveReport:
@@ -49,6 +53,9 @@ def import_huggingface(
     source: the folder of the model. out: a folder that does not exist, is empty, or in which the same import
         was interrupted, which then starts again; after one that has ended nothing is left to do.
     step: the step to note in the checkpoint.
+    strict: raise an error for weights that the table of the model's type does not name, and that no load into
+        megatron-core's names would use. Otherwise they are imported, too, and a warning names them. Without a
+        table, all are imported.
     progress: called with the bytes that this rank has done, and all of its bytes.
     job: who takes part, deadlines, options: `Options(fingerprint=True)` also notes fingerprints.
 
@@ -60,7 +67,13 @@ def import_huggingface(
     base, meter = open_store(source), Meter(progress or quiet)
     with closing(OpenFiles(base)) as files:
         folders: list[HuggingFaceFolder] = []
-        trouble = read_state(lambda: folders.append(published_folder(base)), call.rank)
+
+        def look() -> None:
+            folder = published_folder(base)
+            check_named(folder, strict, call.rank == call.participants[0])
+            folders.append(folder)
+
+        trouble = read_state(look, call.rank)
         return run_import(
             base,
             open_store(out),
@@ -81,6 +94,24 @@ def published_folder(base: Store) -> HuggingFaceFolder:
         why, hint = explain_model(base) or (f"it has neither {hf.WEIGHTS} nor {hf.WEIGHTS_INDEX}", "")
         raise BadInput(f"{base.url} is no folder of a published model that can be read: {why}.", hint=hint)
     return folder
+
+
+def check_named(folder: HuggingFaceFolder, strict: bool, tells: bool) -> None:
+    """Raise BadInput for weights that no table names; if not `strict`, warn of them."""
+    if not (unnamed := folder.unnamed(folder.names())):
+        return
+    sentence = (
+        f"{folder.where} holds {len(unnamed)} weights that the family {folder.view.family.name!r} does not "
+        f"name: {counted(unnamed)}."
+    )
+    if strict:
+        raise BadInput(
+            sentence,
+            hint="Give strict=False (--unnamed) to import them as well, or write a table: docs/model.md.",
+            details={"unnamed": unnamed[:100]},
+        )
+    if tells:
+        log.warning("%s They are imported as they are.", sentence)
 
 
 def _leaves(folder: HuggingFaceFolder, files: OpenFiles, meter: Meter, call: Call) -> Iterator[Leaf]:

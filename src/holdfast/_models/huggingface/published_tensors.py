@@ -23,8 +23,8 @@ from holdfast._core.layout.tensor import (
     TENSOR,
     Dims,
     TensorSpec,
+    counted,
     less_exact,
-    listed,
     nearest,
 )
 from holdfast._core.store.local import LocalStore
@@ -104,7 +104,7 @@ def plan_export(
     base: the published folder. A tensor of the checkpoint with a name from there is written unchanged.
     dtype: the dtype to write; None: as in that folder or, `in_framework`, as stored.
     strict: raise MissingTensors for missing tensors (`in_framework`, not for layers that predict further
-        tokens), and BadInput for a folder without weights.
+        tokens, if it has none of them), and BadInput for a folder without weights.
     alike: whether two tensors of the checkpoint hold the same elements; asked for an output layer that the
         published model ties to its embedding.
     """
@@ -148,10 +148,15 @@ def plan_export(
             )
         return tensors, []
     missing = _missing(tensors, folder, base.url)
-    needed = [name for name in missing if not (in_framework and view.predicts_further(name))]
+    needed = missing
+    if in_framework:
+        # A model may be trained without any of the layers that predict further tokens, not without some.
+        has_some = any(view.predicts_further(tensor.name) for tensor in tensors)
+        needed = [name for name in missing if not view.predicts_further(name)]
+        needed += [name for name in missing if has_some and view.is_predictor(name)]
     if needed and strict:
         raise MissingTensors(
-            f"The checkpoint has nothing for {len(needed)} tensors of {base.url}: {listed(needed)}.",
+            f"The checkpoint has nothing for {len(needed)} tensors of {base.url}: {counted(needed)}.",
             hint="Layers that predict further tokens may be left out with strict=False (--partial).",
             details={"missing": needed[:100]},
         )
@@ -166,7 +171,7 @@ def _weights(index: Index, view: View, published: set[str]) -> list[TensorSpec]:
     if unknown:
         raise BadInput(
             f"{index.where} holds {len(unknown)} weights that the family {view.family.name!r} has no place "
-            f"for: {listed(unknown)}.",
+            f"for: {counted(unknown)}.",
             hint="An adapter must be merged into the weights first; scales of quantised weights are not "
             "exported; a checkpoint of another model needs that model's folder.",
             details={"unknown": unknown[:100]},
@@ -256,7 +261,7 @@ def _missing(tensors: Sequence[PublishedTensor], folder: HuggingFaceFolder, wher
     if extra:
         near = nearest(extra[0], missing or sorted(names))
         raise BadInput(
-            f"The checkpoint makes up {len(extra)} tensors that {where} does not have: {listed(extra)}.",
+            f"The checkpoint makes up {len(extra)} tensors that {where} does not have: {counted(extra)}.",
             hint=f"The nearest there is {near!r}." if near else "",
         )
     for tensor in tensors:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -28,6 +28,7 @@ _INNER = ("transformer_layer.", "mtp_model_layer.")
 """Prefixes of megatron-core for the layer inside a multi-token prediction layer: 0.16, and since 0.19."""
 OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Published names of the output layer and of the embedding, in a model that no other one contains."""
+_ANY_HOLE = re.compile(r"\{\w+\}")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -115,7 +116,7 @@ class View:
         named: Callable[[str], bool] | None = None,
     ) -> None:
         self.family, self.sizes = family, _Numbers(sizes)
-        self.is_tied, self._has = is_tied, has
+        self.is_tied, self._has, self.outer = is_tied, has, outer
         inner = family.table
         self._outside = (outer and outer.outside) or inner.outside
         self._unchanged = (outer or inner).unchanged
@@ -144,6 +145,36 @@ class View:
         layer = _LAYER.search(published)
         behind = layer is not None and int(layer[1]) >= self.sizes["num_hidden_layers"]
         return behind or published.startswith(self._further)
+
+    def is_unused(self, published: str) -> bool:
+        """Return whether nothing of ours is made of a published tensor, by the table."""
+        return _numbered(published) in self._unused
+
+    def is_predictor(self, published: str) -> bool:
+        """Return whether a published tensor is of a layer that predicts further tokens, and ours has it."""
+        return self.predicts_further(published) and not self.is_unused(published)
+
+    def names(self, published: str) -> bool:
+        """Return whether the table names a published tensor."""
+        if self._is_unchanged(published) or self.is_unused(published):
+            return True
+        return _numbered(published.removesuffix("_blocks")) in self._possible
+
+    def is_of_language_model(self, published: str) -> bool:
+        """Return whether a published name begins as those of the language model do."""
+        return published.startswith((self._place("model."), self._place("lm_head."), *self._further))
+
+    @cached_property
+    def _possible(self) -> frozenset[str]:
+        entries = self.family.entries.values()
+        return frozenset(_ANY_HOLE.sub("#", name) for entry in entries for name in self.possible(entry))
+
+    @cached_property
+    def _unused(self) -> frozenset[str]:
+        return frozenset(_ANY_HOLE.sub("#", self._place(name)) for name in self.family.table.unused)
+
+    def _is_unchanged(self, published: str) -> bool:
+        return published.startswith((*self._unchanged, *self._unchanged.values()))
 
     def is_padded(self, name: str) -> bool:
         """Return whether our tensor may have more rows than the published one."""
@@ -230,6 +261,11 @@ def output_and_embedding(config: Mapping[str, object], has: Callable[[str], bool
     places = next((known[name].inside for name in names if name in known and known[name].inside), None)
     inside = _inside(tables.decoder().inside if places is None else places, has)
     return _replaced(OUTPUT, inside), _replaced(EMBEDDING, inside)
+
+
+def _numbered(published: str) -> str:
+    """Write # for the numbers in a name."""
+    return _NUMBER.sub(".#", published)
 
 
 def _replaced(name: str, beginnings: Mapping[str, str]) -> str:

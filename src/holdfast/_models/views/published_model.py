@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from functools import cached_property
 
 from holdfast._core.io.small_files import read_file
@@ -69,6 +70,26 @@ class PublishedModel(ForeignSource):
 
     def is_weight(self, name: str) -> bool:
         return hf.is_weight(name)
+
+    def unnamed(self, names: Iterable[str]) -> list[str]:
+        """Return which of these published weights the model's table does not name; none without a table, or
+        if they are in a quantized form that Holdfast does not read.
+
+        Of a model that has no table itself, and contains a known language model, only names of that count.
+        """
+        quantized = self.config.get("quantization_config")
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        view = self.view_if_known
+        if view is None or method not in _READ_METHODS:
+            return []
+        inner = view.outer is None and language_model(self.config) is not self.config
+        return [
+            name
+            for name in names
+            if self.is_weight(name)
+            and not view.names(name)
+            and (not inner or view.is_of_language_model(name))
+        ]
 
     def refuse_quantized(self, name: str) -> None:
         """Raise BadInput if the folder has a weight only in a quantized form that Holdfast does not read."""

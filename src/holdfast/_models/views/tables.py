@@ -59,6 +59,8 @@ class Table(NamedTuple):
     """Beginnings of our and published names of tensors that have no other form, such as a vision tower's."""
     further: tuple[str, ...] = ()
     """Beginnings of names, ours or published, of layers that predict further tokens."""
+    unused: tuple[str, ...] = ()
+    """Published tensors of which nothing of ours is made, such as copies of others; with {after}."""
 
 
 class _Place(NamedTuple):
@@ -348,6 +350,7 @@ _LINKS: dict[str, Callable[[_TableReader, str, object], object]] = {
     "outside": _TableReader._pairs,
     "unchanged": _TableReader._pairs,
     "further": _TableReader._texts,
+    "unused": _TableReader._texts,
 }
 """Keys of a table besides _TOP and its sections, and what reads their values: fields of `Table`."""
 

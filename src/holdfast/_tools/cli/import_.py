@@ -15,8 +15,11 @@ from holdfast._tools.cli.progress import progress
 @click.argument("out", type=click.Path())
 @click.option("--step", type=click.IntRange(min=0), help="The step to note in the new checkpoint.")
 @click.option("--fingerprint", is_flag=True, help="Note fingerprints, by which `holdfast same` compares.")
+@click.option("--unnamed", is_flag=True, help="hf: import weights that the model's table does not name, too.")
 @output.as_json
-def command(kind: str, source: str, out: str, step: int | None, fingerprint: bool, as_json: bool) -> None:
+def command(
+    kind: str, source: str, out: str, step: int | None, fingerprint: bool, unnamed: bool, as_json: bool
+) -> None:
     """Convert checkpoints of torch DCP, megatron-core and DeepSpeed, and models of Hugging Face.
 
     torch_dist: SOURCE is the folder that has its .metadata. Its CRCs are checked.
@@ -30,12 +33,16 @@ def command(kind: str, source: str, out: str, step: int | None, fingerprint: boo
     OUT must not exist, or be empty. After an interruption the same command starts again. One process, a part
     of a tensor in memory at a time. Nothing in SOURCE is executed.
     """
+    if unnamed and kind != "hf":
+        raise click.UsageError("--unnamed is for hf.")
     from holdfast._tools.cli import conversions
 
     with progress(f"import {source}") as advance:
         if kind == "hf":
             job = conversions.job_alone(fingerprint)
-            report = conversions.import_huggingface(source, out, step=step, progress=advance, job=job)
+            report = conversions.import_huggingface(
+                source, out, step=step, strict=not unnamed, progress=advance, job=job
+            )
         else:
             convert = conversions.import_zero if kind == "zero" else conversions.import_torch_dist
             report = convert(source, out, step=step, fingerprint=fingerprint, progress=advance)
