@@ -17,7 +17,7 @@ import torch
 
 import holdfast
 from holdfast._core.io.old_steps import remove_step
-from holdfast._core.loading import job
+from holdfast._core.loading import reading
 from holdfast._core.run import choice
 from holdfast._core.store import run_folder
 from holdfast._core.store.local import LocalStore
@@ -85,13 +85,13 @@ def exports(step: Path, meanwhile: Meanwhile, patch: pytest.MonkeyPatch) -> None
 
 
 def loads(step: Path, meanwhile: Meanwhile, patch: pytest.MonkeyPatch) -> None:
-    real, before = job.read_into, once(meanwhile)
+    real, before = reading.read_into, once(meanwhile)
 
     def read_into(*args: Any) -> int:
         before()
         return real(*args)
 
-    patch.setattr(job, "read_into", read_into)
+    patch.setattr(reading, "read_into", read_into)
     state = state_of(0)
     holdfast.load(state, step, job=holdfast.Job(no_dist=True))
     assert state["w"].tolist() == state_of(1)["w"].tolist()
