@@ -31,7 +31,7 @@ def server() -> Iterator[int]:
 
 @pytest.fixture
 def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    for name, seconds in (("READ", 0.3), ("REQUEST", 5.0), ("PATIENCE", 4.0)):
+    for name, seconds in (("READ", 0.3), ("REQUEST", 5.0), ("PATIENCE", 4.0), ("FIRST_PAUSE", 0.02)):
         for module in (object_client, object_publish):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, seconds)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from holdfast._core.store import object_client
 from holdfast._core.store.base import Store
 from holdfast._core.store.local import open_store
 from holdfast.testing import StoreContract
@@ -37,6 +38,7 @@ class TestS3WithFaults(StoreContract):
 
     @pytest.fixture
     def store(self, server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+        monkeypatch.setattr(object_client, "FIRST_PAUSE", 0.02)
         proxy = Proxy(server)
         faults = itertools.cycle(("503", "drop", "lost"))
         proxy.rule = lambda method, path, query, number: next(faults) if number % 3 == 1 else "pass"

@@ -29,6 +29,8 @@ CONNECT, READ, REQUEST = 5.0, 30.0, 120.0
 """Seconds for a connection, between two bytes of a reply, and for a whole request with its body."""
 PATIENCE = 180.0
 """Seconds for which requests are tried again."""
+FIRST_PAUSE = 0.1
+"""Seconds before a request is tried again for the first time; then at growing intervals."""
 
 
 class Request(Generic[T]):
@@ -183,7 +185,12 @@ def _obstore(scheme: str, bucket: str, retries: int) -> object:
     http = any(os.environ.get(name, "").startswith("http://") for name in endpoints)
     if http or "http://" in os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY", ""):
         options["allow_http"] = True
-    retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=PATIENCE)}
+    backoff = {
+        "init_backoff": timedelta(seconds=FIRST_PAUSE),
+        "max_backoff": timedelta(seconds=15),
+        "base": 2,
+    }
+    retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=PATIENCE), "backoff": backoff}
     try:
         return kinds[scheme](bucket, client_options=options, retry_config=retry)
     except Exception as error:
