@@ -116,8 +116,8 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
 
 
 def _with_torch_dcp() -> tuple[ModuleType, ModuleType]:
-    # Imported in a call: `install` must not import torch DCP into programs that don't use it, and torch DCP is
-    # only partially imported when `make` runs.
+    # Imported in a call: `install` must not import torch DCP into programs that do not use it, and torch DCP
+    # is only partially imported when `make` runs.
     from holdfast._frameworks.torch_dcp import calls, reader
 
     return calls, reader
