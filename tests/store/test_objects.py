@@ -23,6 +23,7 @@ from holdfast._core.store.local import open_store
 from holdfast._tools.cli import cli
 from holdfast.errors import BadInput, HoldfastError, StorageError
 from tests.support.object_servers import BUCKET, Proxy, lies, moto, s3_environment
+from tests.support.processes import ProcessWorld
 
 pytest.importorskip("obstore")
 ALONE = holdfast.Job(no_dist=True)
@@ -350,3 +351,48 @@ def test_it_is_a_storage_error(proxy: Proxy) -> None:
     with pytest.raises(StorageError) as caught:
         open_store(f"s3://{BUCKET}/x").list()
     assert isinstance(caught.value, OSError)
+
+
+# -- several ranks --------------------------------------------------------------------------------------
+
+
+def saves(rank: int, place: str) -> str:
+    whole = torch.arange(40.0).reshape(8, 5)
+    mine = holdfast.Shard(whole[4 * rank : 4 * rank + 4].clone(), (8, 5), (4 * rank, 0))
+    with holdfast.Checkpoints(place, keep=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": mine, "step": step})
+    return holdfast.latest(place) or ""
+
+
+def dies(rank: int, place: str) -> str:
+    if rank == 1:
+        from holdfast._core.store import object_writer
+
+        def die(self: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        object_writer.ObjectWriter.finish = die  # type: ignore[method-assign]
+    try:
+        holdfast.save({"w": holdfast.PerRank(torch.zeros(9))}, place)
+    except HoldfastError as error:
+        return str(error)
+    return "saved"
+
+
+def test_two_ranks(proxy: Proxy, place: str) -> None:
+    with ProcessWorld(2, env=s3_environment(proxy.port)) as world:
+        assert world.run(saves, place) == [f"{place}/step-00000002"] * 2
+    back = {"w": torch.zeros(8, 5)}
+    holdfast.load(back, f"{place}/step-00000002", job=ALONE)
+    assert back["w"].flatten().tolist() == [float(number) for number in range(40)]
+
+
+def test_a_rank_that_is_killed_in_its_upload_commits_nothing(proxy: Proxy, place: str) -> None:
+    with ProcessWorld(2, env=s3_environment(proxy.port)) as world:
+        world.start(dies, place)
+        alive, dead = world.collect(60)
+    assert dead.died == -signal.SIGKILL
+    assert "rank 1" in alive.value
+    assert "killed" in alive.value or "SIGKILL" in alive.value
+    assert holdfast.latest(place) is None

@@ -24,10 +24,12 @@ def server() -> Iterator[int]:
 
 class TestS3(StoreContract):
     @pytest.fixture
-    def store(self, server: int, monkeypatch: pytest.MonkeyPatch) -> Store:
-        for name, value in s3_environment(server).items():
+    def store(self, server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+        proxy = Proxy(server)
+        for name, value in s3_environment(proxy.port).items():
             monkeypatch.setenv(name, value)
-        return open_store(f"s3://{BUCKET}/contract-{next(_numbers)}")
+        yield open_store(f"s3://{BUCKET}/contract-{next(_numbers)}")
+        proxy.close()
 
 
 class TestS3WithFaults(StoreContract):

@@ -14,7 +14,7 @@ import time
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -194,7 +194,13 @@ class Proxy:
             return self.change(
                 Asked(self.upstream, handler.command, handler.path, dict(handler.headers), body)
             )
-        return forward(self.upstream, handler.command, handler.path, dict(handler.headers), body)
+        # moto compares and writes in two steps, so that on a busy machine two conditions can hold at once.
+        is_conditional = any(name.lower() in ("if-none-match", "if-match") for name in handler.headers)
+        with _one_by_one if is_conditional and handler.command == "PUT" else nullcontext():
+            return forward(self.upstream, handler.command, handler.path, dict(handler.headers), body)
+
+
+_one_by_one = threading.Lock()
 
 
 class Asked:

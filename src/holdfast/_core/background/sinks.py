@@ -20,6 +20,7 @@ from holdfast._core.plan.save import plan_save
 from holdfast._core.saving.job import SaveJob
 from holdfast._core.state.memory import BytesMemory
 from holdfast._core.store.base import Store, capabilities
+from holdfast._core.store.schemes import environment
 from holdfast.errors import HoldfastError
 
 _COPIED = BytesMemory(b"")
@@ -116,6 +117,7 @@ def _order(
         earlier=job.earlier(),
         only=only,
         tied=table.tied,
+        environment=environment() if "://" in job.store.url else None,
     )
 
 

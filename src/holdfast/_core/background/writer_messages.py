@@ -53,6 +53,8 @@ class WriteJob(msgspec.Struct, tag="Job", array_like=True):
     """Write only this file of the plan; the arena holds no chunks of the others."""
     tied: dict[int, int] = {}
     """Tied rows, each with the row that has the same memory."""
+    environment: dict[str, str] | None = None
+    """The variables that the store reads; the process may have been started with others."""
 
 
 class Planned(msgspec.Struct, tag=True, array_like=True):

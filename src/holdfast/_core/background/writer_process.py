@@ -32,6 +32,7 @@ from holdfast._core.plan.save import plan_save
 from holdfast._core.plan.shard_table import Memory, ShardTable
 from holdfast._core.store.base import Store
 from holdfast._core.store.local import open_store
+from holdfast._core.store.schemes import set_environment
 from holdfast.errors import HoldfastError
 
 TELL_EVERY = 0.05
@@ -85,6 +86,8 @@ class _Process:
                 self.wire.send(Moved(job.number, moved))
                 last_sent, moved = time.monotonic(), 0
 
+        if job.environment is not None:
+            set_environment(job.environment)
         arena = self.arenas[job.arena]
         arena.reserve(job.size)  # maps it again if the trainer has grown it since
         return write_job(

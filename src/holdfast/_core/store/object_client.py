@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from holdfast._core.base.deadline import REAL_CLOCK, Deadline
 from holdfast._core.base.threads import start_thread
 from holdfast._core.store.object_errors import explained, missing_package
+from holdfast._core.store.schemes import environment
 from holdfast.errors import StorageError
 
 T = TypeVar("T")
@@ -28,8 +29,6 @@ CONNECT, READ, REQUEST = 5.0, 30.0, 120.0
 """Seconds for a connection, between two bytes of a reply, and for a whole request with its body."""
 PATIENCE = 180.0
 """Seconds for which requests are tried again."""
-_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "AZURITE_")
-"""How the names of environment variables begin that obstore reads."""
 
 
 class Request(Generic[T]):
@@ -152,7 +151,7 @@ _known = threading.Lock()
 
 def client_of(scheme: str, bucket: str) -> Client:
     """Return the client of a bucket; a new one if the environment has changed, as tokens may be in it."""
-    now = hash(tuple(sorted(item for item in os.environ.items() if item[0].startswith(_PREFIXES))))
+    now = hash(tuple(sorted(environment().items())))
     with _known:
         before, client = _clients.get((scheme, bucket), (0, None))
         if client is None or before != now:

@@ -6,6 +6,7 @@ object is called with the URL and returns a `holdfast.interfaces.Store`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -21,6 +22,22 @@ GROUP = "holdfast.stores"
 # By name, so that they are imported when they are used. Without a look at entry points, because the writer
 # process sees no metadata of packages.
 OURS = dict.fromkeys(("s3", "gs", "az"), "holdfast._core.store.objects:open_objects")
+
+
+VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "AZURITE_")
+"""How the names of environment variables begin that our own stores read."""
+
+
+def environment() -> dict[str, str]:
+    """Return the variables that our own stores read: addresses, regions and credentials."""
+    return {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+
+
+def set_environment(variables: dict[str, str]) -> None:
+    """Give this process the variables of another one."""
+    for name in environment().keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 def _offered() -> dict[str, EntryPoint]:
