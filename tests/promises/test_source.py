@@ -30,7 +30,6 @@ LATE = {
     "_tools/cli/import_.py",
     "_tools/startup/sitecustomize.py",
     # So that a command, or `import holdfast`, starts fast.
-    "_core/store/local.py",
     "_tools/checkpoints/inspect.py",
     "_tools/cli/__init__.py",
     "_tools/cli/inspect.py",
