@@ -29,7 +29,7 @@ def test_no_link_on_the_page_of_the_package_leads_nowhere() -> None:
 
 
 def test_what_only_a_clone_needs_is_no_extra() -> None:
-    assert set(PROJECT["project"]["optional-dependencies"]) == {"megatron"}
+    assert set(PROJECT["project"]["optional-dependencies"]) == {"megatron", "object"}
     groups = set(PROJECT["dependency-groups"])
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"--group ([\w-]+)", makefile.replace("-$(MEGATRON)", "-oldest")))

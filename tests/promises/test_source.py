@@ -20,6 +20,7 @@ PUBLIC_TWICE = {"Checkpoints", "CheckpointManager"}
 LATE = {
     # The source of published models, until a folder may hold one.
     "__init__.py",
+    "_core/store/local.py",
     # Without torch DCP, megatron-core, or torch, until they are needed.
     "_frameworks/huggingface/replacing.py",
     "_frameworks/megatron/enumerations.py",

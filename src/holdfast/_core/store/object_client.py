@@ -85,8 +85,8 @@ class _ForkGuard:
             raise StorageError(
                 f"This process was forked from process {self.before_fork} after that one had used an object "
                 "store, whose connections do not survive that: it would hang.",
-                hint="Start it by spawn or forkserver (multiprocessing_context= of a DataLoader), or use the "
-                "object store only in its parent.",
+                hint="Start it by spawn or forkserver (DataLoader(multiprocessing_context=...)), or use "
+                "the object store only in its parent.",
             )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 from holdfast._core.base.reporting import warn_once
@@ -60,10 +61,8 @@ def _reading(name: str) -> MakeReplacement:
     def make(original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
         def read(*args: object, **named: object) -> object:
-            # Imported here, as below; besides, torch DCP is only partially imported when `make` runs.
-            from holdfast._frameworks.torch_dcp.reader import READS
-
-            return READS[name](original)(*args, **named)
+            _, reader = _with_torch_dcp()
+            return reader.READS[name](original)(*args, **named)
 
         return read
 
@@ -80,9 +79,7 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
             # Only deprecated arguments are positional, and frameworks don't pass them.
             if args or not is_guarded():
                 return original(state_dict, *args, **named)
-            # Imported here: `install` must not import torch DCP into programs that don't use it.
-            from holdfast._frameworks.torch_dcp import calls
-
+            calls, _ = _with_torch_dcp()
             objects = {key: named[key] for key in arguments.TAKES[name] if key in named}
             try:
                 if unknown := sorted(named.keys() - set(_taken(name)())):
@@ -116,3 +113,11 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
         return call
 
     return make
+
+
+def _with_torch_dcp() -> tuple[ModuleType, ModuleType]:
+    # Imported in a call: `install` must not import torch DCP into programs that do not use it, and torch DCP
+    # is only partially imported when `make` runs.
+    from holdfast._frameworks.torch_dcp import calls, reader
+
+    return calls, reader

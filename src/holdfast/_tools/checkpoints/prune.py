@@ -196,7 +196,7 @@ def prune(run: Folder, keep: int | None = None, older_than: float = HOUR, dry_ru
         raise BadInput(
             f"{store.url} can't be pruned: in its store the files of a running save look like left-overs, as "
             "no time of theirs can be relied on.",
-            hint="keep= of Checkpoints removes old steps there. docs/storage.md: what removes left-overs.",
+            hint="Checkpoints(keep=...) removes old steps there. docs/storage.md: what removes left-overs.",
         )
     entry = store.stat()
     if entry is None or entry.kind not in FOLDERS:
