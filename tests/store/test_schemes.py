@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._core.store.base import Entry, Kind
-from holdfast._core.store.local import open_local, open_store
+from holdfast._core.background.sinks import is_written_here
+from holdfast._core.store.base import Entry, Kind, capabilities
+from holdfast._core.store.local import LocalStore, open_local, open_store
 from holdfast._core.store.run_folder import AT_ONCE
 from holdfast.errors import BadInput, HoldfastError, StorageError
 from holdfast.interfaces import Capabilities
@@ -193,3 +194,21 @@ def test_the_newest_step_is_found_by_a_list_and_one_look() -> None:
     store.calls.clear()
     assert str(holdfast.latest(store)).endswith("step-00000040/")
     assert store.calls == ["list", "1 files"]
+
+
+class _Quiet(LocalStore):
+    """A store of a user's that stands on ours."""
+
+
+def test_a_store_that_stands_on_ours_is_written_by_this_process(tmp_path: Path) -> None:
+    """The writer process would open ours in its place."""
+    assert is_written_here(_Quiet(tmp_path))
+    assert capabilities(_Quiet(tmp_path)).links
+    assert not is_written_here(LocalStore(tmp_path))
+
+
+def test_an_attribute_of_another_meaning_is_told() -> None:
+    store = MemoryStore()
+    store.capabilities = ["links"]  # type: ignore[attr-defined]
+    with pytest.raises(BadInput, match="`capabilities` of the store MemoryStore is of type list"):
+        capabilities(store)

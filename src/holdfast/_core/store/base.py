@@ -222,8 +222,13 @@ class _BoundedStore(Store, Protocol):
 
 
 def capabilities(store: Store) -> Capabilities:
+    """Return what a store states. Raises BadInput if its attribute is of another type."""
     found = getattr(store, "capabilities", _DEFAULT)
-    assert isinstance(found, Capabilities)
+    if not isinstance(found, Capabilities):
+        raise BadInput(
+            f"`capabilities` of the store {type(store).__name__} is of type {type(found).__name__}.",
+            hint="Make it a holdfast.interfaces.Capabilities, or name the attribute otherwise.",
+        )
     return found
 
 

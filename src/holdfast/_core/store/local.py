@@ -193,6 +193,10 @@ class LocalStore:
 
     capabilities = Capabilities(links=True, locks=True, reopens=True)
 
+    def __init_subclass__(cls) -> None:
+        # The writer process would open a store of this class, without what the subclass does otherwise.
+        cls.capabilities = cls.capabilities._replace(reopens=False)
+
     def __init__(self, root: str | os.PathLike[str], top: str | None = None) -> None:
         self.root = os.path.abspath(os.fspath(root))
         self.url = self.root
