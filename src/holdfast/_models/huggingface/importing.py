@@ -67,19 +67,17 @@ def import_huggingface(
     base, meter = open_store(source), Meter(progress or quiet)
     with closing(OpenFiles(base)) as files:
         folders: list[HuggingFaceFolder] = []
-
-        def look() -> None:
-            folder = published_folder(base)
-            check_named(folder, strict, call.rank == call.participants[0])
-            folders.append(folder)
-
-        trouble = read_state(look, call.rank)
+        trouble = read_state(lambda: folders.append(published_folder(base)), call.rank)
+        identity = folders[0].identity_of_files() if folders else ""
+        if folders:  # after all headers were read: damage is not said as a fault of the table
+            tells = call.rank == call.participants[0]
+            trouble = read_state(lambda: check_named(folders[0], strict, tells), call.rank)
         return run_import(
             base,
             open_store(out),
             call,
             lambda: _leaves(folders[0], files, meter, call),
-            identity=folders[0].identity_of_files() if folders else "",
+            identity=identity,
             trouble=trouble,
             step=step,
             # While one thread reads, the other writes.
