@@ -20,12 +20,14 @@ ROOM = "_core/torch_private.py"
 
 STAYS = {
     # Of Python: named tuples, frames and threads.
-    **dict.fromkeys(("_fields", "_asdict"), "a method of named tuples"),
+    **dict.fromkeys(("_fields", "_asdict", "_field_defaults"), "of named tuples"),
     **dict.fromkeys(("_getframe", "_current_frames", "_run_exitfuncs"), "of sys and atexit"),
     **dict.fromkeys(("_bootstrap", "_limbo", "_register_atexit"), "of threading"),
     **dict.fromkeys(("_dataclass_getstate", "_dataclass_setstate"), "of dataclasses"),
     # Of NumPy.
     "_reconstruct": "what NumPy's pickles call",
+    # Of frameworks: Megatron-LM's arguments, if they are there.
+    "_GLOBAL_ARGS": "of Megatron-LM",
     # Of frameworks, inside the replacements that `install()` makes; a version without one is reported.
     **dict.fromkeys(
         ("_get_safetensor_io", "_source_model_dir", "_get_actual_hf_path"), "of mbridge and Megatron-Bridge"

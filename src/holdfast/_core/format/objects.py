@@ -16,9 +16,9 @@ from holdfast._core.format.plain_objects import (
     PLAIN,
     TORCH,
     UNREADABLE,
-    Decoder,
     FindClass,
     NotJson,
+    PlainDecoder,
     to_json,
 )
 from holdfast._core.format.records import OtherFields, classes_in
@@ -48,7 +48,7 @@ def decode(data: bytes, name: str, like: object = None) -> object:
     """
     if data[:1] == PLAIN:
         try:
-            return Decoder(_finder(name, like)).read(json.loads(data[1:]))
+            return PlainDecoder(_finder(name, like)).read(json.loads(data[1:]))
         except OtherFields as error:
             raise LoadFailed(
                 f"The object {name!r} was not loaded, because a class has changed: {error}.",

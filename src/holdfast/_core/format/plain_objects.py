@@ -69,7 +69,7 @@ _NAMED: dict[type, Callable[[Any], Iterable[tuple[object, object]]]] = {
 FindClass = Callable[[str], type]
 
 
-class Decoder:
+class PlainDecoder:
     """Decodes values from JSON. find: returns the class of a record by name; None: create a `Record`."""
 
     def __init__(self, find: FindClass | None = None) -> None:
@@ -122,7 +122,7 @@ def _namespace(attributes: dict[str, object]) -> argparse.Namespace:
 
 
 _RECORDS = ("enum", "dataclass", "namedtuple")
-_BUILD: dict[str, Callable[[Decoder, Json], object]] = {
+_BUILD: dict[str, Callable[[PlainDecoder, Json], object]] = {
     "float": lambda reader, v: float(v),
     "tuple": lambda reader, v: tuple(map(reader.read, v)),
     "set": lambda reader, v: set(reader.keys(v)),
@@ -140,7 +140,7 @@ UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionErro
 
 def without_classes(data: bytes) -> object:
     """Decode a plain value, with a `Record` for each value of a user class, for comparison or display."""
-    return Decoder().read(json.loads(data[1:]))
+    return PlainDecoder().read(json.loads(data[1:]))
 
 
 def preview(data: bytes, limit: int = 60) -> str:
