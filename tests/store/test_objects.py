@@ -110,8 +110,11 @@ def test_a_large_save_goes_in_parts(proxy: Proxy, place: str) -> None:
     seen = proxy.requests()
     assert sum(line.startswith("PUT") and "/data/" in line for line in seen) == 4
     back = zeros(large)
+    proxy.requests()
     holdfast.load(back, place, job=ALONE)
     assert same(back, large)
+    reads = [line for line in proxy.requests() if line.startswith("GET") and "/data/" in line]
+    assert len(reads) <= 1 + 48 // 16 + 1, reads
 
 
 def test_dcp(proxy: Proxy, place: str) -> None:

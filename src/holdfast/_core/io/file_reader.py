@@ -20,14 +20,14 @@ import numpy as np
 from holdfast._core.base.values import Buffer
 from holdfast._core.format.columns import Array, Columns, unpad
 from holdfast._core.format.digest import digest
-from holdfast._core.io.host_memory import BATCH, BATCH_BUFFERS, ReportBytes, ScratchBuffer, even_ranges
+from holdfast._core.io.host_memory import BATCH_BUFFERS, ReportBytes, ScratchBuffer, even_ranges
 from holdfast._core.io.on_threads import on_threads
 from holdfast._core.layout.box import Box, from_flat_range
 from holdfast._core.layout.coverage import first_problem
 from holdfast._core.plan.blocks import plan_copies, plan_runs, widen
 from holdfast._core.plan.read import Overlaps, overlaps
 from holdfast._core.plan.shard_table import ShardTable
-from holdfast._core.store.base import Reader, Store
+from holdfast._core.store.base import Reader, Store, capabilities
 from holdfast.errors import CorruptCheckpoint, MissingTensors
 
 
@@ -112,7 +112,8 @@ class _Job:
         memory, wanted = self.table.memory, pairs.wanted.tolist()
         address = np.asarray([memory[row].address for row in wanted], np.int64)
         copies = plan_copies(columns, pairs, self.table.arrays(), address)
-        runs = plan_runs(columns, pairs, copies, BATCH)
+        self.batch = capabilities(self.store).reads
+        runs = plan_runs(columns, pairs, copies, self.batch)
         self.copies = [column.tolist() for column in copies]
         self.wanted: list[int] = wanted
         # `overlaps` orders pairs by chunk, so those of one chunk are consecutive.
@@ -154,13 +155,15 @@ class _Job:
 
     def _some(self, reader: Reader, name: str, part: tuple[int, int]) -> int:
         """Read runs of one file in order, in batches of neighbours."""
-        position, length, scratch = self.position, self.length, ScratchBuffer()
+        position, length = self.position, self.length
+        # A batch has to fit, each of its buffers up to a multiple of 64 bytes.
+        scratch = ScratchBuffer(self.batch + 64 * BATCH_BUFFERS)
         begin, end = part
         first, size, total = begin, 0, 0
         for run in range(begin, end):
             # A batch is one system call, so it has no gaps, and fewer buffers than IOV_MAX.
             if run > first and (
-                size + length[run] > BATCH
+                size + length[run] > self.batch
                 or run - first >= BATCH_BUFFERS
                 or position[run - 1] + length[run - 1] != position[run]
             ):

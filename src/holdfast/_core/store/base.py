@@ -129,6 +129,8 @@ class Capabilities(NamedTuple):
     """A folder is there by itself, also empty, and has to be removed; and there may be links to folders."""
     at_once: bool = False
     """Its `stat_files(paths)` returns the entries of files, None for others, in the time of one look."""
+    reads: int = 2 << 20
+    """How many bytes one read takes at most: more where a request costs as much time as many bytes."""
     bounded: bool = False
     """Its `bounded(deadline)` returns the same folder as a store whose calls end by a deadline."""
     reopens: bool = False

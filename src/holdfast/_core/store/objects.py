@@ -121,6 +121,7 @@ class ObjectStore:
         folders=False,
         reopens=True,
         at_once=True,
+        reads=16 << 20,
         bounded=True,
     )
 
