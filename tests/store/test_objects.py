@@ -20,6 +20,7 @@ import holdfast
 import holdfast.dcp as dcp
 from holdfast._core.store import object_client, object_publish
 from holdfast._core.store.local import open_store
+from holdfast._core.store.object_errors import explained
 from holdfast._tools.cli import cli
 from holdfast.errors import BadInput, HoldfastError, StorageError
 from tests.support.object_servers import BUCKET, Proxy, lies, moto, s3_environment
@@ -399,3 +400,21 @@ def test_a_rank_that_is_killed_in_its_upload_commits_nothing(proxy: Proxy, place
     assert "rank 1" in alive.value
     assert "killed" in alive.value or "SIGKILL" in alive.value
     assert holdfast.latest(place) is None
+
+
+@pytest.mark.parametrize(
+    ("reply", "sentence"),
+    [
+        ("status code: 503, body: <Code>SlowDown</Code>", "it asks to be asked less often (SlowDown)"),
+        ("status code: 503, no body", "it answered with status 503, and this went on for 7 s"),
+        ("status code: 500, body: <Code>InternalError</Code>", "it answered with status 500 (InternalError)"),
+        ("status code: 403, body: <Code>AccessDenied</Code>", "these credentials may not list the bucket"),
+        ("status code: 403, no body", "these credentials may not list the bucket"),
+        ("status code: 403, body: <Code>RequestTimeTooSkewed</Code>", "status 403 (RequestTimeTooSkewed)"),
+    ],
+)
+def test_a_sentence_says_no_more_than_the_reply(reply: str, sentence: str) -> None:
+    told = explained("Listing", "s3://bucket/run", RuntimeError(reply), 7.0).message
+    assert sentence in told
+    assert ("less often" in told) == ("SlowDown" in reply)
+    assert ("may not" in told) == ("403" in reply and "Skewed" not in reply)

@@ -31,6 +31,11 @@ _REGION = {
     "IllegalLocationConstraintException",
 }  # fmt: skip
 _BUSY = {"SlowDown", "TooManyRequests", "ServerBusy", "RequestLimitExceeded", "Throttling"}
+_NOT_ALLOWED = {
+    "", "AccessDenied", "Forbidden", "AuthorizationFailure", "AuthorizationPermissionMismatch",
+    "InsufficientAccountPermissions",
+}  # fmt: skip
+"""Codes of a 403 that tell of rights; a reply to HEAD has none. Others tell of a clock, or of a key."""
 _CAUSES = (
     ("169.254.169.254", "there are no credentials in the environment, and this host has no role"),
     ("Connection refused", "nothing listens at its address"),
@@ -83,18 +88,19 @@ def explained(doing: str, url: str, error: BaseException, seconds: float) -> Sto
         hint = "Set AWS_REGION to the region of the bucket."
     elif code in _REFUSED or status == 401:
         why, hint = "these credentials are refused", "Look at the credentials in the environment."
-    elif status == 403:
+    elif status == 403 and code in _NOT_ALLOWED:
         number = errno.EACCES
         why = f"these credentials may not {_MAY.get(doing, _WRITE)}"
         hint = "Give that right. S3 also says this of a missing object to who may not list the bucket."
-    elif code in _BUSY or status in (429, 503):
+    elif code in _BUSY or status == 429:
         why = f"it asks to be asked less often ({code or status}), and went on for {seconds:.0f} s"
         hint = "Save less often, from fewer ranks at once, or ask your provider for more requests."
     elif status == 501 or code == "NotImplemented":
         why = "this server does not know such requests"
         hint = "Use a server that knows conditional writes (If-None-Match, If-Match)."
     elif status:
-        why, hint = f"it answered with status {status}" + (f" ({code})" if code else ""), ""
+        said = f"status {status}" + (f" ({code})" if code else "")
+        why, hint = f"it answered with {said}, and this went on for {seconds:.0f} s", ""
     elif isinstance(error, TimeoutError):
         number = errno.ETIMEDOUT
         why, hint = f"it gave no answer within {seconds:.0f} s", "Is the address right, and reachable?"

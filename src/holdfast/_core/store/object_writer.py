@@ -112,6 +112,7 @@ class ObjectWriter:
             raise self._error(error) from None
 
     def _given(self) -> Iterator[bytes]:
+        # Waits for `finish` or `discard`, one of which ends each writer.
         while (part := self._parts.get()) is not None:
             if not part:  # an exception here makes obstore abort the upload
                 raise _GivenUp
