@@ -86,7 +86,17 @@ _WHERE = {
     "uninstall": "holdfast._frameworks.install",
     "warm_up": "holdfast._groups.lifecycle.warm_up",
 }
-_MODULES = ("dcp", "errors", "events", "huggingface", "interfaces", "megatron", "megatron_fsdp", "testing")
+_MODULES = (
+    "dcp",
+    "engine",
+    "errors",
+    "events",
+    "huggingface",
+    "interfaces",
+    "megatron",
+    "megatron_fsdp",
+    "testing",
+)
 """Submodules that load on first use. Some are left out of `__all__`: the Megatron modules need megatron-core,
 which `from holdfast import *` must not import. `open` is left out because it would hide the builtin."""
 

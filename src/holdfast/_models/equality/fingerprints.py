@@ -7,7 +7,7 @@ ranks), so that differing replicas are found.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -83,7 +83,7 @@ def fingerprint_leaves(
     exclude: Sequence[str] | None = None,
 ) -> dict[str, Fingerprint]:
     """Take the fingerprints of the leaves that `collect` returns for a rank."""
-    task = _Task(call)
+    task = SumsTask("fingerprint of the state", "memory:fingerprint", call)
 
     def read() -> None:
         leaves = select(collect(call.rank).leaves, include, exclude)
@@ -98,18 +98,22 @@ _Row = tuple[str, Dims, Dims, bool, tuple[int, int], list[Numbers]]
 sums of its elements in less exact dtypes."""
 
 
-class _RankSums(msgspec.Struct):
+class RankSums(msgspec.Struct):
     specs: dict[str, tuple[int, Dims]]
     """Dtype and shape of the rank's tensors, by name."""
     rows: list[_Row]
 
 
-class _Task(CollectiveTask):
+class SumsTask(CollectiveTask):
+    """Sums the shards of each rank, and puts the sums together on one rank."""
+
     kind = "fingerprint"
 
-    def __init__(self, call: Call) -> None:
-        super().__init__("fingerprint of the state", "memory:fingerprint", call)
-        self._report = _RankSums({}, [])
+    def __init__(self, title: str, place: str, call: Call) -> None:
+        super().__init__(title, place, call)
+        self._report = RankSums({}, [])
+        self._first: dict[int, int] = {}
+        """By rank: the first rank with the same rows; on the rank that decides."""
 
     def take(self, table: ShardTable) -> None:
         # Offsets that assume an even split on other ranks are accepted: ranks with an uneven split raise this
@@ -140,6 +144,7 @@ class _Task(CollectiveTask):
         first: dict[str, int] = {}
         for rank, message in contributions.items():
             first.setdefault(message["rows"], rank)
+        self._first = {rank: first[message["rows"]] for rank, message in contributions.items()}
         wanted = set(first.values())
         return {rank: {"wanted": rank in wanted} for rank in contributions}
 
@@ -150,11 +155,17 @@ class _Task(CollectiveTask):
         return message
 
     def finish(self, reports: dict[int, Message]) -> Message:
-        whole = _Whole()
+        whole = Whole()
         for rank, message in sorted(reports.items()):
-            whole.add(rank, from_roster(message, _RankSums, rank))
+            whole.add(rank, from_roster(message, RankSums, rank))
         answer: Message = msgspec.to_builtins(whole.result())
         return answer
+
+    def rows_of(self, reports: dict[int, Message]) -> Iterator[tuple[int, RankSums]]:
+        """Yield the sums of each rank, also of those that sent none, because another rank has the same."""
+        sent = {rank: from_roster(message, RankSums, rank) for rank, message in reports.items()}
+        for rank, one in sorted(sent.items()):
+            yield rank, RankSums(one.specs, sent[self._first[rank]].rows)
 
     def _sums(self, row: int) -> tuple[tuple[int, int], list[Numbers]]:
         spec, box, memory = self._table.specs[row], self._table.boxes[row], self._table.memory[row]
@@ -175,12 +186,28 @@ class _Task(CollectiveTask):
         return (int(sums[0]), int(sums[1])), rounded.numbers()
 
 
-class _Whole:
+Specs = dict[str, tuple[int, tuple[int, Dims]]]
+"""By name: the first rank with the tensor, and its dtype and shape there."""
+
+
+def add_specs(known: Specs, rank: int, specs: Mapping[str, tuple[int, Dims]]) -> None:
+    """Add the dtypes and shapes of a rank. ReplicaMismatch if another rank has others."""
+    for name, spec in specs.items():
+        first, before = known.setdefault(name, (rank, spec))
+        if before != spec:
+            texts = [what(TensorSpec(name, *one)) for one in (before, spec)]
+            raise ReplicaMismatch(
+                f"Ranks disagree on {name!r}: rank {first} holds {texts[0]}, rank {rank} {texts[1]}.",
+                rank=rank,
+                details={"tensor": name, "ranks": [first, rank]},
+            )
+
+
+class Whole:
     """The sums of all ranks."""
 
     def __init__(self) -> None:
-        self._specs: dict[str, tuple[int, tuple[int, Dims]]] = {}
-        """By name: the first rank with the tensor, and its dtype and shape there."""
+        self._specs: Specs = {}
         self._sums: dict[tuple[str, Box], tuple[int, tuple[int, int], list[Numbers]]] = {}
         """By name and box: the first rank with the box, and its sums, also in less exact dtypes."""
         self._boxes: dict[str, dict[Box, int]] = {}
@@ -188,16 +215,8 @@ class _Whole:
         self._copies: dict[str, dict[Box, int]] = {}
         """The same for declared copies."""
 
-    def add(self, rank: int, rows: _RankSums) -> None:
-        for name, spec in rows.specs.items():
-            first, known = self._specs.setdefault(name, (rank, spec))
-            if known != spec:
-                texts = [what(TensorSpec(name, *one)) for one in (known, spec)]
-                raise ReplicaMismatch(
-                    f"Ranks disagree on {name!r}: rank {first} holds {texts[0]}, rank {rank} {texts[1]}.",
-                    rank=rank,
-                    details={"tensor": name, "ranks": [first, rank]},
-                )
+    def add(self, rank: int, rows: RankSums) -> None:
+        add_specs(self._specs, rank, rows.specs)
         for name, offset, shape, is_copy, mine, rounded in rows.rows:
             box = Box(offset, shape)
             first, sums, _ = self._sums.setdefault((name, box), (rank, mine, rounded))
@@ -215,7 +234,7 @@ class _Whole:
         for name in sorted(self._specs):
             rank, (dtype, shape) = self._specs[name]
             boxes = self._boxes.get(name, {})
-            self._check_covered(name, shape, [box for box in boxes if box.volume], rank)
+            check_covered(name, shape, [box for box in boxes if box.volume], rank)
             for box, holder in self._copies.get(name, {}).items():
                 if box not in boxes and box.volume:
                     raise ReplicaMismatch(
@@ -233,19 +252,21 @@ class _Whole:
             fingerprints[name] = Fingerprint(DTYPES[dtype].name, shape, value, rounded)
         return fingerprints
 
-    def _check_covered(self, name: str, shape: Dims, boxes: list[Box], rank: int) -> None:
-        dims = max(len(shape), 1)
-        problem = first_problem(
-            np.asarray([shape or (1,)], np.int64),
-            np.zeros(len(boxes), np.int64),
-            np.asarray([box.offset or (0,) for box in boxes], np.int64).reshape(-1, dims),
-            np.asarray([box.shape or (1,) for box in boxes], np.int64).reshape(-1, dims),
+
+def check_covered(name: str, shape: Dims, boxes: list[Box], rank: int) -> None:
+    """Raise CoverageError if the boxes of ranks do not cover a tensor just once. rank: one that has it."""
+    dims = max(len(shape), 1)
+    problem = first_problem(
+        np.asarray([shape or (1,)], np.int64),
+        np.zeros(len(boxes), np.int64),
+        np.asarray([box.offset or (0,) for box in boxes], np.int64).reshape(-1, dims),
+        np.asarray([box.shape or (1,) for box in boxes], np.int64).reshape(-1, dims),
+    )
+    if problem is not None:
+        raise CoverageError(
+            f"The ranks together do not hold {name!r} of shape {list(shape)} just once: {problem.kind} "
+            f"from index {list(problem.place)} on.",
+            rank=rank,
+            hint="Every rank that holds a part must take part, and declare what it holds.",
+            details={"tensor": name},
         )
-        if problem is not None:
-            raise CoverageError(
-                f"The ranks together do not hold {name!r} of shape {list(shape)} just once: {problem.kind} "
-                f"from index {list(problem.place)} on.",
-                rank=rank,
-                hint="Every rank that holds a part must take part, and declare what it holds.",
-                details={"tensor": name},
-            )

@@ -37,6 +37,7 @@ from holdfast._core.layout.tensor import (
 from holdfast._core.plan.agreement import what
 from holdfast._core.protocol.call import check_names
 from holdfast._core.state.memory import torch_dtype
+from holdfast._models.equality.parts import Part, holders, wrong_by_parts, wrong_by_whole
 from holdfast._models.equality.rounding import LOST, cast, one_nan
 from holdfast._models.equality.sides import FolderOrFingerprints, FolderSide, LiveSide, Side, open_side
 from holdfast._models.equality.verdict import Same, Unlike
@@ -308,7 +309,7 @@ class _Comparison:
         self._has_nan = False
         mine, theirs = self._rounded(pair)
         if mine is not None and theirs is not None:
-            differ = mine != theirs
+            differ = mine != theirs or not mine  # ranks of an engine differ from each other
         elif mine is not None:
             differ = self._sums(self._other, 1, pair) != mine
         elif theirs is not None:
@@ -324,7 +325,34 @@ class _Comparison:
             self.equal += 1
             return
         texts = [self._text(pair, place) for place in range(2)]
-        self.unlike.append(Unlike(pair.specs[0].name, texts[0], texts[1], elements, first))
+        ranks = self._wrong_ranks(pair, (mine, theirs))
+        self.unlike.append(Unlike(pair.specs[0].name, texts[0], texts[1], elements, first, *ranks))
+
+    def _wrong_ranks(self, pair: _Pair, prints: tuple[str | None, str | None]) -> tuple[Dims, bool]:
+        """Return the ranks of an engine that hold wrong elements of a tensor, and whether all of them surely
+        do; otherwise they are all that hold a part of it."""
+        for place, side in enumerate((self._lead, self._other)):
+            parts = side.parts(pair.specs[place].name) if isinstance(side, LiveSide) else ()
+            if parts:
+                found = self._wrong_parts(pair, place, parts, prints[1 - place])
+                return (found, True) if found else (holders(parts), False)
+        return (), False
+
+    def _wrong_parts(
+        self, pair: _Pair, place: int, parts: tuple[Part, ...], right: str | None
+    ) -> tuple[int, ...]:
+        """Return the ranks that surely hold wrong elements. place: the engine's. right: the fingerprint of
+        the whole tensor in the other place, if that is known."""
+        (region,) = pair.regions
+        dtypes = DTYPES[region.dtype].name, DTYPES[region.stored[place]].name
+        other = (self._other, self._lead)[place]
+        if not isinstance(other, FolderSide):
+            return wrong_by_whole(parts, *dtypes, right or "")
+
+        def read(box: Box) -> str:
+            return self._box_sums(other, 1 - place, pair, region._replace(box=box))
+
+        return wrong_by_parts(parts, *dtypes, read)
 
     def _text(self, pair: _Pair, place: int) -> str:
         """Describe a tensor in one place, and which values of the other place it can't hold."""
@@ -339,6 +367,10 @@ class _Comparison:
         (region,) = pair.regions  # all of it, in one dtype
         if isinstance(side, LiveSide):
             raise self._of_two_dtypes(pair.specs[place].name, *region.stored)
+        return self._box_sums(side, place, pair, region)
+
+    def _box_sums(self, side: FolderSide, place: int, pair: _Pair, region: _Region) -> str:
+        """Read a region of a tensor, and return its fingerprint."""
         sums, itemsize = nothing(), DTYPES[region.dtype].size
         for part in slabs(region.box, itemsize):
             sums += box_sums(self._read(side, place, pair, region, part).data, itemsize, part)

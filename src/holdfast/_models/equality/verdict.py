@@ -21,6 +21,10 @@ class Unlike(msgspec.Struct, frozen=True):
     """How many elements differ; None without `where=True`, and of a live state."""
     first: Dims | None = None
     """Index of the first of them."""
+    ranks: Dims = ()
+    """Of an engine: the ranks that hold the wrong elements; if `surely` is False, the ranks of which one or
+    more do."""
+    surely: bool = False
 
 
 class Same(msgspec.Struct, frozen=True):

@@ -47,6 +47,9 @@ class Table(NamedTuple):
     """Where it comes from: `holdfast`, `register`, HOLDFAST_MODELS, or the entry point."""
     about: str
     model_types: tuple[str, ...]
+    engine: tuple[str, ...]
+    """The parts of `engines/vllm.toml` that these models consist of; () if unknown. A table that extends this
+    one does not take it over: each is tried in the engine."""
     sections: Sections
     contains: str = ""
     """For a model that contains a language model: the key of its configuration; "" for a language model."""
@@ -202,6 +205,7 @@ class _TableReader:
         values = dict(self._values)
         types = self._texts("model_types", values.pop("model_types", []))
         about = self._text("about", values.pop("about", ""))
+        engine = self._texts("engine", values.pop("engine", []))
         extends = values.pop("extends", [])
         names = [extends] if isinstance(extends, str) else self._texts("extends", extends)
         bases = [self._base(name) for name in names]
@@ -216,7 +220,7 @@ class _TableReader:
         name = self._place.path.name.removesuffix(".toml")
         empty = Table._field_defaults.values()
         links = [link or default for link, default in zip(links, empty, strict=True)]
-        table = Table._make([name, self._file, self._place.source, about, types, sections, *links])
+        table = Table._make([name, self._file, self._place.source, about, types, engine, sections, *links])
         # The package's own are checked by a test, and not by every process.
         for key, rules in mine.items() if self._place.source != PACKAGE else ():
             self._check(key, rules, table)
@@ -343,7 +347,7 @@ class _TableReader:
         return next(found, 0)
 
 
-_TOP = ("about", "model_types", "extends")
+_TOP = ("about", "model_types", "engine", "extends")
 _LINKS: dict[str, Callable[[_TableReader, str, object], object]] = {
     "contains": _TableReader._text,
     "inside": _TableReader._list_of_pairs,

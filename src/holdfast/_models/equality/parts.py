@@ -1,0 +1,158 @@
+"""Fingerprints whose parts are known by rank, and which ranks hold wrong elements.
+
+A tensor's parts are boxes, each with its sums, and the ranks that hold it. If two ranks hold different
+elements of one box, both are kept, and the tensor as a whole has no fingerprint: it equals nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from math import prod
+
+import msgspec
+import numpy as np
+
+from holdfast._core.format.fingerprint import text_of
+from holdfast._core.layout.box import Box
+from holdfast._core.layout.tensor import DTYPES, Dims
+from holdfast._models.equality.fingerprints import Fingerprint, RankSums, Specs, add_specs, check_covered
+from holdfast._models.equality.rounding import Numbers, rounded_of
+
+_TRIES = 4096
+"""Limit of combinations of differing copies to try."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A box of a tensor, as some ranks hold it."""
+
+    ranks: tuple[int, ...]
+    """All that hold these elements."""
+    offset: Dims
+    shape: Dims
+    value: str
+    """The fingerprint of these elements, 32 hex digits. Those of disjoint boxes add up to the tensor's."""
+    rounded: dict[str, str] = {}
+    """The same of the elements rounded to a less exact dtype, by dtype name."""
+    is_added: bool = False
+    """Is it a part that should be zeros, and is not? Another rank has the elements of the box."""
+
+    def value_in(self, dtype: str, own: str) -> str:
+        """Return the value in a dtype. own: the dtype of the elements."""
+        return self.value if dtype == own else self.rounded.get(dtype, "")
+
+
+class EngineFingerprint(Fingerprint, frozen=True):
+    """The fingerprint of a tensor in an inference engine. If ranks hold different elements of one part of
+    it, `value` is empty."""
+
+    parts: tuple[Part, ...] = ()
+    """The boxes of it that ranks hold."""
+
+
+class PartSums:
+    """The sums of all ranks, of which copies may differ."""
+
+    def __init__(self) -> None:
+        self._specs: Specs = {}
+        self._parts: dict[str, dict[Box, dict[tuple[int, int], tuple[list[int], list[Numbers]]]]] = {}
+        """By name, box and sums: the ranks with these, and their sums in less exact dtypes."""
+        self._added: dict[str, list[tuple[int, Box, tuple[int, int]]]] = {}
+        """By name: parts that should be zeros, and are not."""
+
+    def add(self, rank: int, rows: RankSums) -> None:
+        add_specs(self._specs, rank, rows.specs)
+        for name, offset, shape, is_zeros, sums, rounded in rows.rows:
+            box = Box(offset, shape)
+            if not is_zeros:
+                found = self._parts.setdefault(name, {}).setdefault(box, {})
+                found.setdefault(sums, ([], rounded))[0].append(rank)
+            elif any(sums):
+                self._added.setdefault(name, []).append((rank, box, sums))
+
+    def result(self) -> dict[str, EngineFingerprint]:
+        fingerprints = {}
+        for name, (rank, (code, shape)) in sorted(self._specs.items()):
+            boxes, added = self._parts.get(name, {}), self._added.get(name, [])
+            check_covered(name, shape, [box for box in boxes if box.volume], rank)
+            dtype = DTYPES[code].name
+            parts = [
+                Part(
+                    tuple(ranks),
+                    *box,
+                    _text(sums),
+                    {key: one.value for key, one in rounded_of(code, [rounded]).items()},
+                )
+                for box, found in boxes.items()
+                for sums, (ranks, rounded) in found.items()
+            ]
+            parts += [Part((rank,), *box, _text(sums), is_added=True) for rank, box, sums in added]
+            first = [next(iter(found.items())) for found in boxes.values()]
+            rounded = rounded_of(code, [numbers for _, (_, numbers) in first])
+            value = _text(*(sums for sums, _ in first))
+            if added or any(len(found) > 1 for found in boxes.values()):
+                value = ""
+                rounded = {key: msgspec.structs.replace(one, value="") for key, one in rounded.items()}
+            fingerprints[name] = EngineFingerprint(dtype, shape, value, rounded, tuple(parts))
+        return fingerprints
+
+
+def _text(*sums: tuple[int, int]) -> str:
+    numbers = np.asarray(sums, np.uint64).reshape(-1, 2)
+    return text_of(numbers.sum(axis=0, dtype=np.uint64))
+
+
+def _numbers(value: str) -> tuple[int, int]:
+    return int(value[:16], 16), int(value[16:], 16)
+
+
+def wrong_by_parts(
+    parts: tuple[Part, ...], dtype: str, own: str, right: Callable[[Box], str]
+) -> tuple[int, ...]:
+    """Return the ranks that hold wrong elements. right: returns the right fingerprint of a box."""
+    known: dict[Box, str] = {}
+    wrong: set[int] = set()
+    for part in parts:
+        box = Box(part.offset, part.shape)
+        if not part.is_added and box not in known:
+            known[box] = right(box)
+        if part.is_added or part.value_in(dtype, own) != known[box]:
+            wrong.update(part.ranks)
+    return tuple(sorted(wrong))
+
+
+def wrong_by_whole(parts: tuple[Part, ...], dtype: str, own: str, right: str) -> tuple[int, ...]:
+    """Return the ranks that hold wrong elements, of which only the right fingerprint of the whole tensor is
+    known: () if that does not tell.
+
+    Where copies differ, one combination of them may have the right sums. Of a tensor in one part, all ranks
+    with other sums are wrong.
+    """
+    boxes: dict[Box, list[Part]] = {}
+    for part in parts:
+        if not part.is_added:
+            boxes.setdefault(Box(part.offset, part.shape), []).append(part)
+    added = {rank for part in parts if part.is_added for rank in part.ranks}
+    for chosen in _combinations(list(boxes.values())):
+        if _text(*(_numbers(part.value_in(dtype, own)) for part in chosen)) == right:
+            wrong = {
+                rank
+                for found in boxes.values()
+                for part in found
+                if part not in chosen
+                for rank in part.ranks
+            }
+            return tuple(sorted(wrong | added))
+    if len(boxes) == 1:
+        return tuple(sorted({rank for part in parts for rank in part.ranks}))
+    return ()
+
+
+def _combinations(choices: list[list[Part]]) -> Iterator[tuple[Part, ...]]:
+    if prod(map(len, choices)) <= _TRIES:
+        yield from product(*choices)
+
+
+def holders(parts: tuple[Part, ...]) -> tuple[int, ...]:
+    """Return all ranks that hold a part."""
+    return tuple(sorted({rank for part in parts for rank in part.ranks}))
