@@ -28,6 +28,8 @@ _LINE = 4096
 line's weight."""
 _TILE = 1 << 17
 """Words per step, so few that they are in cache for the second sum."""
+_TILE_COLUMNS, _TILE_ROWS = 16, 4096
+"""Words along the last axis, and rows, that are put together at a time where memory has columns."""
 _REVERSED = np.dtype(">u8")
 _ROWS = 1 << 16
 """Weights per axis that are cached."""
@@ -64,8 +66,53 @@ def box_sums(data: Buffer, itemsize: int, box: Box, first: int = 0) -> Sums:
     return sums
 
 
-def _dense(raw: npt.NDArray[np.uint8], itemsize: int, box: Box) -> Sums:
-    """Return the sums of a whole box."""
+def sums_of_each(data: Buffer, itemsize: int, box: Box) -> Sums:
+    """Return the sums of several tensors of one shape, of the same box of each: (tensors, 2).
+
+    data: the boxes' bytes, one after the other. Many small tensors take far less time together.
+    """
+    with np.errstate(over="ignore"):
+        return _dense(np.frombuffer(data, np.uint8), itemsize, box, one=False).reshape(-1, 2)
+
+
+def sums_by_columns(columns: npt.NDArray[np.unsignedinteger], box: Box) -> Sums:
+    """Return the sums of a box that lies in memory column by column.
+
+    columns: its elements as unsigned integers: (columns, rows). box: has one index on all but two axes.
+    """
+    each = _WORD // columns.itemsize
+    width, height = columns.shape
+    first, before = divmod(box.offset[-1], each)
+    many = -(-(before + width) // each)
+    places = np.arange(first, first + many)
+    lines = places // _LINE
+    of_words = _weights(_LAST, 0, _LINE)[:, places % _LINE]
+    of_words = of_words * _weights(_LINES, lines[0], lines[-1] + 1)[:, lines - lines[0]]
+    of_rows = _row_weights(box)
+    sums = nothing()
+    tile = np.empty((_TILE_COLUMNS, min(height, _TILE_ROWS), each), columns.dtype)
+    for start in range(0, many, _TILE_COLUMNS):
+        stop = min(start + _TILE_COLUMNS, many)
+        for row in range(0, height, _TILE_ROWS):
+            rows = slice(row, min(row + _TILE_ROWS, height))
+            words = tile[: stop - start, : rows.stop - row]
+            if start == 0 or stop == many:
+                words[:] = 0  # the box may hold only a part of the first or last word of a row
+            for place in range(each):
+                # Words of which the box has the element at this place.
+                low = max(start, -((place - before) // each))
+                high = min(stop, -(-(width + before - place) // each))
+                column = low * each + place - before
+                words[low - start : high - start, :, place] = columns[
+                    column : column + (high - low) * each : each, rows
+                ]
+            products = _products(words.view("<u8")[:, :, 0], of_rows[:, rows])
+            sums += np.einsum("sw,sw->s", of_words[:, start:stop], products)
+    return sums
+
+
+def _dense(raw: npt.NDArray[np.uint8], itemsize: int, box: Box, one: bool = True) -> Sums:
+    """Return the sums of a whole box; if not `one`, of this box of each of several tensors."""
     if not box.shape:
         box = Box((0,), (1,))
     width, low = box.shape[-1], box.offset[-1]
@@ -81,6 +128,10 @@ def _dense(raw: npt.NDArray[np.uint8], itemsize: int, box: Box) -> Sums:
         raw = filled.reshape(-1)
     words = raw.view("<u8").reshape(-1, many)
     rows = _row_weights(box)
+    if not one:
+        lines = _lines(words, low // each).reshape(2, -1, rows.shape[1])
+        separate: Sums = np.einsum("str,sr->ts", lines, rows)
+        return separate
     if len(words) == 1:
         return _line(words[0], low // each) * rows[:, 0]
     return np.asarray(

@@ -127,12 +127,12 @@ class _Reader:
 
     def _tensors(self) -> Iterable[tuple[str, torch.Tensor, nn.Module]]:
         """Yield parameters, and those buffers that have a form: others are no weights."""
-        for prefix, module in self._model.named_modules():
-            for tensors, always in ((module._parameters, True), (module._buffers, False)):
-                for leaf, tensor in tensors.items():
-                    name = f"{prefix}.{leaf}" if prefix else leaf
-                    if tensor is not None and (always or self._forms.find(name) is not None):
-                        yield name, tensor, module
+        modules = dict(self._model.named_modules())
+        for name, parameter in self._model.named_parameters():
+            yield name, parameter, modules[name.rpartition(".")[0]]
+        for name, buffer in self._model.named_buffers():
+            if self._forms.find(name) is not None:
+                yield name, buffer, modules[name.rpartition(".")[0]]
 
     def _check(self, name: str, tensor: torch.Tensor, module: nn.Module) -> None:
         """Raise BadInput if a parameter is not as the loader fills it."""
