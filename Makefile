@@ -14,7 +14,7 @@ BENCHES := planning growth per_tensor small_save save_load megatron async_save u
 # What `make coverage` measures; `make coverage COVERED=tests` measures the suite, with all ranks that end by themselves.
 COVERED ?= $(QUICK)
 
-.PHONY: demo drill strangers check test coverage lint changelog docs dist bench soak matrix clean
+.PHONY: demo drill strangers engines check test coverage lint changelog docs dist bench soak matrix clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,14 @@ $(VENV)/.ready: $(VENV)/.demo
 
 $(VENV)/.strangers: $(VENV)/.ready
 	$(PIP) -c constraints.txt --group strangers
+	touch $@
+
+# torchvision and its like are for CUDA on PyPI; the models of the tests need only the first one's Python.
+$(VENV)-engines/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-engines
+	tools/again $(VENV)-engines/bin/pip install -q --disable-pip-version-check 'pip>=25.1'
+	tools/again $(VENV)-engines/bin/pip install -q --disable-pip-version-check -c constraints.txt -e . --group engines
+	$(VENV)-engines/bin/pip uninstall -q -y torchaudio torchcodec
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.ready
@@ -49,6 +57,9 @@ drill: $(VENV)/.ready  ## the reports replayed, stock and with install() alone: 
 
 strangers: $(VENV)/.strangers  ## other projects' own tests of checkpoints, on stock and on Holdfast: COPIES=a/folder/of/their/copies
 	$(BIN)/python -m strangers $(if $(COPIES),--copies "$(COPIES)") --json strangers/results.json --page docs/users.md
+
+engines: $(VENV)/.ready $(VENV)-engines/.ready  ## vLLM's own loader fills vLLM's own models on a CPU, and each fault is found: docs/engine.md
+	ENGINES=$(CURDIR)/$(VENV)-engines/bin/python $(BIN)/python -m pytest tests/engines
 
 check: lint  ## for the one who edits: lint, and the tests of the packages that need no second process
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not soak and not gpu" $(QUICK)

@@ -10,23 +10,31 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from tests.docs.pages import code, text
 from tests.engines.faults import FAULTS
 from tests.engines.models import LAYOUTS, publish, stand_in_for_operators
 
-Say = Callable[..., None]
+STALE = next(fault for fault in FAULTS if fault.name == "stale layer")
 
 
 @contextmanager
 def engine(
-    folder: Path, rank: int, ranks: int, experts: bool, port: int
+    folder: Path,
+    rank: int,
+    layout: str,
+    port: int,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[tuple[object, torch.nn.Module]]:
-    """Yield vLLM's configuration, and its model on this rank, filled by its loader."""
+    """Yield vLLM's configuration, and its model on this rank, filled by its loader. weights: others than the
+    folder's."""
+    ranks, experts = LAYOUTS[layout]
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_LOGGING_LEVEL="ERROR",
@@ -52,7 +60,7 @@ def engine(
         model=str(folder),
         tokenizer=str(folder),
         skip_tokenizer_init=True,
-        dtype="bfloat16",
+        dtype=str(dtype).removeprefix("torch."),
         enforce_eager=True,
         tensor_parallel_size=ranks,
         enable_expert_parallel=experts,
@@ -68,19 +76,19 @@ def engine(
             backend="gloo",
         )
         initialize_model_parallel(tensor_model_parallel_size=ranks)
-        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_dtype(dtype)
         model = initialize_model(vllm_config=config)
         torch.set_default_dtype(torch.float32)
         for parameter in model.parameters():
             parameter.data.fill_(7)  # what the loader leaves out differs
-        model.load_weights(iter(load_file(folder / "model.safetensors").items()))
+        model.load_weights(iter((weights or load_file(folder / "model.safetensors")).items()))
         yield config, model
 
 
 def run(rank: int, kind: str, layout: str, folder: Path, port: int) -> None:
-    ranks, experts = LAYOUTS[layout]
+    ranks, _ = LAYOUTS[layout]
     with (
-        engine(folder / "model", rank, ranks, experts, port) as (config, model),
+        engine(folder / "model", rank, layout, port) as (config, model),
         open(folder / "said", "a") as said,
     ):
         import holdfast
@@ -125,20 +133,30 @@ def run(rank: int, kind: str, layout: str, folder: Path, port: int) -> None:
             load_file(folder / "model/model.safetensors"), job=holdfast.Job(no_dist=True)
         )
         say("healthy")
+        (page, *_) = (block for _, block in code(text("docs/engine.md")) if "if not verdict.same" in block)
+        names = {"holdfast": holdfast, "model": model, "trainer": folder / "model"}
+        exec(page, names)
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         loaded = {name: tensor.data.clone() for name, tensor in tensors.items()}
         for fault in FAULTS:
             for victim in sorted({0, ranks // 2, ranks - 1}):
-                where = (
-                    fault.on(tensors, victim)
-                    if rank == victim
-                    else fault.on({k: v.clone() for k, v in tensors.items()}, victim)
-                )
-                if where is not None:
-                    say(fault.name, victim=victim, parameter=where)
+                where = fault.find(tensors)
+                if where is None:
+                    continue
+                if rank == victim:
+                    fault.change(tensors[where].data)
+                say(fault.name, victim=victim, parameter=where)
                 for name, tensor in tensors.items():
                     tensor.data.copy_(loaded[name])
         say("healthy again")
+        if rank == ranks - 1:
+            STALE.change(tensors[STALE.find(tensors)].data)
+        try:
+            exec(page, names)
+        except RuntimeError as error:
+            print(json.dumps({"case": "page", "rank": rank, "error": str(error)}), file=said, flush=True)
+        for name, tensor in tensors.items():
+            tensor.data.copy_(loaded[name])
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))

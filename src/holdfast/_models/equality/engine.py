@@ -69,7 +69,7 @@ def engine_fingerprint(
     task = _EngineTask("fingerprint of the engine", "memory:engine", call)
 
     def read() -> None:
-        task.take(_Reader(model, config, tp).table(call.rank))
+        task.take(_ParameterReader(model, config, tp).table(call.rank))
 
     task.collect_error = read_state(read, call.rank)
     return msgspec.convert(task.run(), ready(dict[str, EngineFingerprint]))
@@ -84,7 +84,7 @@ class _EngineTask(SumsTask):
         return answer
 
 
-class _Reader:
+class _ParameterReader:
     """Reads the parameters of one worker's model."""
 
     def __init__(

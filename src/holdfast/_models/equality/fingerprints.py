@@ -31,6 +31,7 @@ from holdfast._core.ready import ready
 from holdfast._core.state.flatten import build_shard_table, flatten, select
 from holdfast._core.state.leaf import Flat
 from holdfast._core.state.memory import CallerStreams
+from holdfast._models.equality.published_names import Published, under_published_names, view_by
 from holdfast._models.equality.rounding import Numbers, Rounded, RoundedSums, rounded_of
 from holdfast._models.equality.shortcuts import small_sums, turned_sums
 from holdfast.errors import BadInput, CoverageError, ReplicaMismatch
@@ -57,6 +58,7 @@ def fingerprint(
     *,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
+    published: Published | None = None,
     job: Job | None = None,
 ) -> dict[str, Fingerprint]:
     """Compute the fingerprints of all weights of a state, in any layout over ranks.
@@ -68,13 +70,17 @@ def fingerprint(
 
     state_dict: nested dict, as `holdfast.save` takes it. Optimizer state and objects are left out.
     include, exclude: shell patterns of names; `model` means everything under it.
+    published: a published model, as its folder or the content of its `config.json`: the fingerprints are
+        those of its tensors, under its names, to compare with an engine's (`holdfast.engine`).
     job: who takes part, and deadlines (`holdfast.Job`).
 
     Raises BadInput for invalid arguments or states; ReplicaMismatch if ranks hold different data under one
     name; CoverageError if no rank holds some part of a tensor; RankFailed and DeadlineExceeded for failures
     of other ranks.
     """
-    return fingerprint_leaves(lambda rank: flatten(state_dict, rank), begin_call(job), include, exclude)
+    return fingerprint_leaves(
+        lambda rank: flatten(state_dict, rank), begin_call(job), include, exclude, published
+    )
 
 
 def fingerprint_leaves(
@@ -82,13 +88,15 @@ def fingerprint_leaves(
     call: Call,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
+    published: Published | None = None,
 ) -> dict[str, Fingerprint]:
     """Take the fingerprints of the leaves that `collect` returns for a rank."""
     task = SumsTask("fingerprint of the state", "memory:fingerprint", call)
 
     def read() -> None:
         leaves = select(collect(call.rank).leaves, include, exclude)
-        task.take(build_shard_table(leaves, call.rank, call.participants)[0])
+        table = build_shard_table(leaves, call.rank, call.participants)[0]
+        task.take(table if published is None else under_published_names(table, view_by(published)))
 
     task.collect_error = read_state(read, call.rank)
     return msgspec.convert(task.run(), ready(dict[str, Fingerprint]))

@@ -6,7 +6,7 @@ elements of one box, both are kept, and the tensor as a whole has no fingerprint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from math import prod
 
@@ -23,7 +23,7 @@ _TRIES = 4096
 """Limit of combinations of differing copies to try."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class EnginePart(msgspec.Struct, frozen=True):
     """A box of a tensor, as some ranks hold it."""
 
     ranks: tuple[int, ...]
@@ -46,7 +46,7 @@ class EngineFingerprint(Fingerprint, frozen=True):
     """The fingerprint of a tensor in an inference engine. If ranks hold different elements of one part of
     it, `value` is empty."""
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[EnginePart, ...] = ()
     """The boxes of it that ranks hold."""
 
 
@@ -77,7 +77,7 @@ class PartSums:
             check_covered(name, shape, [box for box in boxes if box.volume], rank)
             dtype = DTYPES[code].name
             parts = [
-                Part(
+                EnginePart(
                     tuple(ranks),
                     *box,
                     _text(sums),
@@ -86,7 +86,7 @@ class PartSums:
                 for box, found in boxes.items()
                 for sums, (ranks, rounded) in found.items()
             ]
-            parts += [Part((rank,), *box, _text(sums), is_added=True) for rank, box, sums in added]
+            parts += [EnginePart((rank,), *box, _text(sums), is_added=True) for rank, box, sums in added]
             first = [next(iter(found.items())) for found in boxes.values()]
             rounded = rounded_of(code, [numbers for _, (_, numbers) in first])
             value = _text(*(sums for sums, _ in first))
@@ -106,53 +106,44 @@ def _numbers(value: str) -> tuple[int, int]:
     return int(value[:16], 16), int(value[16:], 16)
 
 
-def wrong_by_parts(
-    parts: tuple[Part, ...], dtype: str, own: str, right: Callable[[Box], str]
-) -> tuple[int, ...]:
-    """Return the ranks that hold wrong elements. right: returns the right fingerprint of a box."""
+def wrong_ranks(
+    parts: tuple[EnginePart, ...], dtype: str, own: str, right: str, read: Callable[[Box], str] | None
+) -> tuple[Dims, bool]:
+    """Return the ranks that hold wrong elements, and True; if that can't be told, all ranks that hold a part,
+    and False.
+
+    dtype: in which the tensor is compared. own: that of its elements. right: the right fingerprint of the
+    whole tensor. read: returns that of a box; None if only the whole is known.
+    """
+    found = _by_whole(parts, dtype, own, right) if read is None else _by_parts(parts, dtype, own, read)
+    if found:
+        return tuple(sorted(found)), True
+    return tuple(sorted({rank for part in parts for rank in part.ranks})), False
+
+
+def _by_parts(parts: tuple[EnginePart, ...], dtype: str, own: str, read: Callable[[Box], str]) -> set[int]:
     known: dict[Box, str] = {}
     wrong: set[int] = set()
     for part in parts:
         box = Box(part.offset, part.shape)
         if not part.is_added and box not in known:
-            known[box] = right(box)
+            known[box] = read(box)
         if part.is_added or part.value_in(dtype, own) != known[box]:
             wrong.update(part.ranks)
-    return tuple(sorted(wrong))
+    return wrong
 
 
-def wrong_by_whole(parts: tuple[Part, ...], dtype: str, own: str, right: str) -> tuple[int, ...]:
-    """Return the ranks that hold wrong elements, of which only the right fingerprint of the whole tensor is
-    known: () if that does not tell.
-
-    Where copies differ, one combination of them may have the right sums. Of a tensor in one part, all ranks
-    with other sums are wrong.
-    """
-    boxes: dict[Box, list[Part]] = {}
+def _by_whole(parts: tuple[EnginePart, ...], dtype: str, own: str, right: str) -> set[int]:
+    """Where copies differ, one choice of them may have the right sums; then the others are wrong. If a single
+    part is all there is, all copies of it are."""
+    boxes: dict[Box, list[EnginePart]] = {}
     for part in parts:
         if not part.is_added:
             boxes.setdefault(Box(part.offset, part.shape), []).append(part)
-    added = {rank for part in parts if part.is_added for rank in part.ranks}
-    for chosen in _combinations(list(boxes.values())):
-        if _text(*(_numbers(part.value_in(dtype, own)) for part in chosen)) == right:
-            wrong = {
-                rank
-                for found in boxes.values()
-                for part in found
-                if part not in chosen
-                for rank in part.ranks
-            }
-            return tuple(sorted(wrong | added))
+    if prod(map(len, boxes.values())) <= _TRIES:
+        for chosen in product(*boxes.values()):
+            if _text(*(_numbers(part.value_in(dtype, own)) for part in chosen)) == right:
+                return {rank for part in parts if part not in chosen for rank in part.ranks}
     if len(boxes) == 1:
-        return tuple(sorted({rank for part in parts for rank in part.ranks}))
-    return ()
-
-
-def _combinations(choices: list[list[Part]]) -> Iterator[tuple[Part, ...]]:
-    if prod(map(len, choices)) <= _TRIES:
-        yield from product(*choices)
-
-
-def holders(parts: tuple[Part, ...]) -> tuple[int, ...]:
-    """Return all ranks that hold a part."""
-    return tuple(sorted({rank for part in parts for rank in part.ranks}))
+        return {rank for part in parts for rank in part.ranks}
+    return set()

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,7 +36,8 @@ from holdfast._core.layout.tensor import (
 from holdfast._core.plan.agreement import what
 from holdfast._core.protocol.call import check_names
 from holdfast._core.state.memory import torch_dtype
-from holdfast._models.equality.parts import Part, holders, wrong_by_parts, wrong_by_whole
+from holdfast._models.equality.pairs import Pair, Region
+from holdfast._models.equality.parts import wrong_ranks
 from holdfast._models.equality.rounding import LOST, cast, one_nan
 from holdfast._models.equality.sides import FolderOrFingerprints, FolderSide, LiveSide, Side, open_side
 from holdfast._models.equality.verdict import Same, Unlike
@@ -62,7 +62,8 @@ def same(
     infinite or zero is a difference. Other pairs of dtypes can't be compared.
 
     a, b: a checkpoint of Holdfast, torch DCP or megatron-core in any layout, a run folder (its newest step),
-        the folder of a model in Hugging Face's format, or the result of `fingerprint` on a live state.
+        the folder of a model in Hugging Face's format, or the result of `fingerprint` on a live state, or of
+        `holdfast.engine.fingerprint`.
         If one is a published model, the other must have its names, megatron-core's or transformers'.
     where: also count the differing elements of each tensor, and find the first.
     include, exclude: shell patterns of names; `decoder.layers` means everything under it.
@@ -102,31 +103,8 @@ def same(
         work.converted,
         work.rounded,
         work.bytes_read,
+        tuple(sorted(work.not_in_engine)),
     )
-
-
-class _Region(NamedTuple):
-    box: Box
-    stored: tuple[int, int]
-    """The stored dtype on each side."""
-    dtype: int
-    """The dtype in which the sides are compared."""
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether the elements of a side are cast for the comparison."""
-        return set(self.stored) != {self.dtype}
-
-
-class _Pair(NamedTuple):
-    """A tensor to compare, on both sides."""
-
-    specs: tuple[TensorSpec, TensorSpec]
-    """Name, shape and dtype under which it is read from each side."""
-    regions: tuple[_Region, ...]
-    """The boxes to compare: everything except padding."""
-    prints: tuple[str | None, str | None]
-    """Stored fingerprints of exactly these regions; None where unknown."""
 
 
 class _Comparison:
@@ -146,6 +124,7 @@ class _Comparison:
         """Whether a cast value of the current tensor is NaN: casts do not preserve the bits of a NaN."""
         self.unlike: list[Unlike] = []
         self.only: tuple[list[str], list[str]] = ([], [])
+        self.not_in_engine: list[str] = []
 
     def run(self, keep: Callable[[str], bool]) -> None:
         mine, theirs = self._lead.weights(), self._other.weights()
@@ -177,6 +156,9 @@ class _Comparison:
         if tied is not None and tied[0] in left:
             left.remove(tied[0])
             self._check_tie(theirs[tied[0]], theirs[tied[1]])
+        if self._view is not None and isinstance(self._lead, LiveSide) and self._lead.is_engine:
+            self.not_in_engine = [name for name in left if self._view.predicts_further(name)]
+            left = [name for name in left if name not in self.not_in_engine]
         self.only[1].extend(left)
 
     def _refuse_unknown(self, mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]) -> None:
@@ -208,8 +190,8 @@ class _Comparison:
     def _check_tie(self, output: TensorSpec, embedding: TensorSpec) -> None:
         """Check that the published output weight equals the embedding, in a model that ties them."""
         if embedding[1:] == output[1:]:
-            region = _Region(whole(output.shape), (output.dtype, output.dtype), output.dtype)
-            pair = _Pair((embedding, output), (region,), (None, None))
+            region = Region(whole(output.shape), (output.dtype, output.dtype), output.dtype)
+            pair = Pair((embedding, output), (region,), (None, None))
             if not self._elements(pair, self._other, self._other)[0]:
                 return
         self.unlike.append(Unlike(output.name, "the embedding (tie_word_embeddings)", what(output)))
@@ -226,7 +208,7 @@ class _Comparison:
 
     def _pair(
         self, spec: TensorSpec, theirs: TensorSpec | None, prints: tuple[str | None, str | None]
-    ) -> _Pair | None:
+    ) -> Pair | None:
         """Decide how to compare a tensor; None if it is already reported and needs no comparison."""
         folder = self._other.published
         if theirs is None and (folder is None or self._view is None or not self._view.knows(spec.name)):
@@ -246,7 +228,7 @@ class _Comparison:
         if None in dtypes:
             raise self._of_two_dtypes(spec.name, mine.dtype, stored[dtypes.index(None)][0])
         regions = [
-            _Region(box, (mine.dtype, had), dtype)
+            Region(box, (mine.dtype, had), dtype)
             for dtype, (had, box) in zip(dtypes, stored, strict=True)
             if dtype is not None
         ]
@@ -258,7 +240,7 @@ class _Comparison:
             (dtype, *more) = {region.dtype for region in regions} or {mine.dtype}
             if more or (dtype != mine.dtype and self._lead.rounded(spec.name, dtype) is None):
                 raise self._of_two_dtypes(spec.name, mine.dtype, had)
-            regions = [_Region(whole(mine.shape), (mine.dtype, had), dtype)]
+            regions = [Region(whole(mine.shape), (mine.dtype, had), dtype)]
         if casts:
             self.converted[spec.name] = ", ".join(DTYPES[code].name for code in casts)
         if theirs is None:
@@ -271,9 +253,9 @@ class _Comparison:
             else None
             for value, as_read, as_stored in zip(prints, (mine, other), (spec, theirs), strict=True)
         ]
-        return _Pair((mine, other), tuple(regions), (known[0], known[1]))
+        return Pair((mine, other), tuple(regions), (known[0], known[1]))
 
-    def _rounded(self, pair: _Pair) -> tuple[str | None, str | None]:
+    def _rounded(self, pair: Pair) -> tuple[str | None, str | None]:
         """Return the fingerprints of a pair, including those of cast elements in a live state."""
         prints = list(pair.prints)
         for place, side in enumerate((self._lead, self._other)):
@@ -303,7 +285,7 @@ class _Comparison:
         ]
         return specs[0], specs[1]
 
-    def _compare(self, pair: _Pair) -> None:
+    def _compare(self, pair: Pair) -> None:
         differ, elements, first = False, None, None
         self._lost.clear()
         self._has_nan = False
@@ -328,33 +310,23 @@ class _Comparison:
         ranks = self._wrong_ranks(pair, (mine, theirs))
         self.unlike.append(Unlike(pair.specs[0].name, texts[0], texts[1], elements, first, *ranks))
 
-    def _wrong_ranks(self, pair: _Pair, prints: tuple[str | None, str | None]) -> tuple[Dims, bool]:
-        """Return the ranks of an engine that hold wrong elements of a tensor, and whether all of them surely
-        do; otherwise they are all that hold a part of it."""
+    def _wrong_ranks(self, pair: Pair, prints: tuple[str | None, str | None]) -> tuple[Dims, bool]:
+        """Return the ranks of an engine that hold wrong elements (`parts.wrong_ranks`)."""
         for place, side in enumerate((self._lead, self._other)):
             parts = side.parts(pair.specs[place].name) if isinstance(side, LiveSide) else ()
-            if parts:
-                found = self._wrong_parts(pair, place, parts, prints[1 - place])
-                return (found, True) if found else (holders(parts), False)
+            if not parts:
+                continue
+            (region,) = pair.regions
+            other, right = (self._other, self._lead)[place], prints[1 - place] or ""
+            read = None
+            if isinstance(other, FolderSide):
+                read = partial(self._box_sums, other, 1 - place, pair, region)
+            return wrong_ranks(
+                parts, DTYPES[region.dtype].name, DTYPES[region.stored[place]].name, right, read
+            )
         return (), False
 
-    def _wrong_parts(
-        self, pair: _Pair, place: int, parts: tuple[Part, ...], right: str | None
-    ) -> tuple[int, ...]:
-        """Return the ranks that surely hold wrong elements. place: the engine's. right: the fingerprint of
-        the whole tensor in the other place, if that is known."""
-        (region,) = pair.regions
-        dtypes = DTYPES[region.dtype].name, DTYPES[region.stored[place]].name
-        other = (self._other, self._lead)[place]
-        if not isinstance(other, FolderSide):
-            return wrong_by_whole(parts, *dtypes, right or "")
-
-        def read(box: Box) -> str:
-            return self._box_sums(other, 1 - place, pair, region._replace(box=box))
-
-        return wrong_by_parts(parts, *dtypes, read)
-
-    def _text(self, pair: _Pair, place: int) -> str:
+    def _text(self, pair: Pair, place: int) -> str:
         """Describe a tensor in one place, and which values of the other place it can't hold."""
         spec = pair.specs[place]
         text = what(spec)
@@ -362,21 +334,21 @@ class _Comparison:
             text += f", in which values of the other place {' or '.join(sorted(self._lost))}"
         return text
 
-    def _sums(self, side: Side, place: int, pair: _Pair) -> str:
+    def _sums(self, side: Side, place: int, pair: Pair) -> str:
         """Read a tensor of one side, and return its fingerprint."""
         (region,) = pair.regions  # all of it, in one dtype
         if isinstance(side, LiveSide):
             raise self._of_two_dtypes(pair.specs[place].name, *region.stored)
-        return self._box_sums(side, place, pair, region)
+        return self._box_sums(side, place, pair, region, region.box)
 
-    def _box_sums(self, side: FolderSide, place: int, pair: _Pair, region: _Region) -> str:
-        """Read a region of a tensor, and return its fingerprint."""
+    def _box_sums(self, side: FolderSide, place: int, pair: Pair, region: Region, box: Box) -> str:
+        """Read a box of a tensor, and return its fingerprint."""
         sums, itemsize = nothing(), DTYPES[region.dtype].size
-        for part in slabs(region.box, itemsize):
+        for part in slabs(box, itemsize):
             sums += box_sums(self._read(side, place, pair, region, part).data, itemsize, part)
         return text_of(sums)
 
-    def _elements(self, pair: _Pair, *sides: Side) -> tuple[bool, int | None, Dims | None]:
+    def _elements(self, pair: Pair, *sides: Side) -> tuple[bool, int | None, Dims | None]:
         """Return whether elements differ; with `where` also how many, and the index of the first."""
         folders = [side for side in sides if isinstance(side, FolderSide)]
         if len(folders) < len(sides):  # a live state is known only by its fingerprint
@@ -394,7 +366,7 @@ class _Comparison:
                 elements += int(differ.sum())
         return elements > 0, elements, first
 
-    def _read(self, side: FolderSide, place: int, pair: _Pair, region: _Region, part: Box) -> BoxElements:
+    def _read(self, side: FolderSide, place: int, pair: Pair, region: Region, part: Box) -> BoxElements:
         """Read a part of a region from a side, in the dtype of the comparison."""
         stored = region.stored[place]
         tensor = side.read(pair.specs[place], part, stored)

@@ -26,7 +26,7 @@ from holdfast._core.store.base import Folder, Store
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
 from holdfast._models.equality.fingerprints import Fingerprint
-from holdfast._models.equality.parts import EngineFingerprint, Part
+from holdfast._models.equality.parts import EngineFingerprint, EnginePart
 from holdfast._models.equality.rounding import Rounded
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.hugging_face import weights_file
@@ -56,7 +56,11 @@ class LiveSide:
         """Return the fingerprint of a tensor in a less exact dtype, if known."""
         return self._known[name].rounded.get(DTYPES[code].name)
 
-    def parts(self, name: str) -> tuple[Part, ...]:
+    @property
+    def is_engine(self) -> bool:
+        return any(isinstance(one, EngineFingerprint) for one in self._known.values())
+
+    def parts(self, name: str) -> tuple[EnginePart, ...]:
         """Return the parts of a tensor by rank; () if the state is not an engine's."""
         known = self._known.get(name)
         return known.parts if isinstance(known, EngineFingerprint) else ()

@@ -6,7 +6,10 @@ from collections import Counter
 
 import msgspec
 
-from holdfast._core.layout.tensor import Dims
+from holdfast._core.layout.tensor import Dims, listed
+
+_SHOWN = 3
+"""Wrong tensors of an engine that the text of a result names."""
 
 
 class Unlike(msgspec.Struct, frozen=True):
@@ -26,6 +29,14 @@ class Unlike(msgspec.Struct, frozen=True):
     more do."""
     surely: bool = False
 
+    @property
+    def where(self) -> str:
+        """The ranks, in words."""
+        numbers = ", ".join(map(str, self.ranks))
+        if len(self.ranks) == 1:
+            return f"rank {numbers}"
+        return f"ranks {numbers}" if self.surely else f"one or more of ranks {numbers}"
+
 
 class Same(msgspec.Struct, frozen=True):
     """The result of `same`."""
@@ -44,14 +55,21 @@ class Same(msgspec.Struct, frozen=True):
     """Names of `converted` whose more exact elements had to be rounded for this, and to which dtype."""
     bytes_read: int
     """Bytes of weights that were read; 0 if fingerprints were enough."""
+    not_in_engine: tuple[str, ...] = ()
+    """Beside an engine, published tensors of layers that predict further tokens, which it has in another
+    model. They were not compared."""
 
     def __str__(self) -> str:
         said = [f"the same: {_tensors(self.equal)}"]
         if not self.same:
             said = [f"different: {_tensors(len(self.different))}", f"equal: {self.equal}"]
             said += [f"only in {self.a}: {len(self.only_a)}", f"only in {self.b}: {len(self.only_b)}"]
+        if wrong := [one for one in self.different if one.ranks]:
+            said.append(listed([f"{one.name!r} on {one.where}" for one in wrong], str, _SHOWN))
         # "The same" must not be mistaken for equality of the more exact values.
         said += [f"compared as {dtype}: {_tensors(n)}" for dtype, n in self.compared_as().items()]
+        if self.not_in_engine:
+            said += [f"not in the engine, and not compared: {_tensors(len(self.not_in_engine))}"]
         return "; ".join(said)
 
     def compared_as(self) -> dict[str, int]:

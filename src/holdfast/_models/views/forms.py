@@ -58,12 +58,14 @@ def replicated(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segment]
 
 def rows(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segment]:
     """Of each tensor an equal share of its rows by rank, one below the other."""
+    _check_axes(shape, 1, 2)
     sizes = layer.output_sizes if len(names) > 1 else (shape[0] * layer.size,)
     return _stacked([(name, size) for name, size in zip(names, sizes, strict=False)], shape, layer)
 
 
 def columns(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segment]:
     """An equal share of the columns by rank; a bias whole."""
+    _check_axes(shape, 1, 2)
     if len(shape) == 1:
         return replicated(names, shape, layer)
     return [_cut(names[0], shape, 1, (0, shape[1]), layer.rank * shape[1], layer.size * shape[1])]
@@ -72,6 +74,7 @@ def columns(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segment]:
 def heads(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segment]:
     """Queries, keys and values of some heads; of keys and values several ranks may have the same. They are
     published in three tensors, or all of each below the other in one."""
+    _check_axes(shape, 1, 2)
     of = layer.numbers
     sides = (of["head_size"], of["head_size"], of.get("v_head_size", of["head_size"]))
     mine = (of["num_heads"], of["num_kv_heads"], of["num_kv_heads"])
@@ -92,6 +95,7 @@ def heads(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segment]:
 
 def vocabulary(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segment]:
     """A share of the rows by rank, and padding below."""
+    _check_axes(shape, 1, 2)
     start, stop, total = layer.vocabulary
     if shape[0] < stop - start or not total:
         raise Misfit
@@ -114,7 +118,8 @@ def delta_rows(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segment]
 
 def expert_rows(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segment]:
     """Experts, each of several tensors one below the other, of which a rank has a share of the rows."""
-    if len(shape) < 2 or shape[1] % len(names):
+    _check_axes(shape, 2, 3)
+    if shape[1] % len(names):
         raise Misfit
     many = shape[1] // len(names)
     inside = (many, *shape[2:])
@@ -133,8 +138,7 @@ def expert_rows(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segment
 
 def expert_columns(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segment]:
     """Experts, of each of which a rank has a share of the columns."""
-    if len(shape) != 3:
-        raise Misfit
+    _check_axes(shape, 3, 3)
     return [
         Segment(
             Box((slot, 0, 0), (1, *shape[1:])),
@@ -150,6 +154,7 @@ def expert_columns(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segm
 def experts_turned_rows(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segment]:
     """Experts, of each of which a rank has a share of the rows. All are published in one tensor, with inputs
     along rows."""
+    _check_axes(shape, 2, 3)
     axes = (0, 2, 1) if len(shape) == 3 else (0, 1)
     total = (layer.all_experts, *shape[2:], shape[1] * layer.size)
     return [
@@ -167,8 +172,7 @@ def experts_turned_rows(names: Sequence[str], shape: Dims, layer: Layer) -> list
 def experts_turned_columns(names: Sequence[str], shape: Dims, layer: Layer) -> list[Segment]:
     """Experts, of each of which a rank has a share of the columns. All are published in one tensor, with
     inputs along rows."""
-    if len(shape) != 3:
-        raise Misfit
+    _check_axes(shape, 3, 3)
     total = (layer.all_experts, shape[2] * layer.size, shape[1])
     return [
         Segment(
@@ -207,6 +211,11 @@ FORMS: dict[str, Form] = {
 }
 
 
+def _check_axes(shape: Dims, least: int, most: int) -> None:
+    if not least <= len(shape) <= most:
+        raise Misfit
+
+
 def _stacked(parts: Sequence[tuple[str, int]], shape: Dims, layer: Layer) -> list[Segment]:
     """Return a share by rank of the rows of each part: (published name, number of all its rows)."""
     if not shape or sum(size for _, size in parts) != shape[0] * layer.size:
@@ -238,7 +247,7 @@ def _experts(shape: Dims, layer: Layer) -> Iterator[tuple[int, int]]:
 # -- tables ------------------------------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
+class FormEntry(NamedTuple):
     """An entry of a part, for names that match `pattern`."""
 
     pattern: re.Pattern[str]
@@ -259,7 +268,7 @@ class Modules(msgspec.Struct, frozen=True):
 
 
 class _Part(NamedTuple):
-    entries: tuple[Entry, ...]
+    entries: tuple[FormEntry, ...]
     within: str = ""
     """The beginning of the language model's parameters."""
     inside: Mapping[str, str] = {}
@@ -292,7 +301,7 @@ class EngineForms:
         return name
 
 
-def _found(entries: Sequence[Entry], parameter: str) -> tuple[Form, list[str]] | None:
+def _found(entries: Sequence[FormEntry], parameter: str) -> tuple[Form, list[str]] | None:
     module, _, leaf = parameter.rpartition(".")
     for name, ending in ((parameter, ""), (module, f".{leaf}")):
         for entry in entries if not ending or leaf in ("weight", "bias") else ():
@@ -335,14 +344,14 @@ def _parts() -> dict[str, _Part]:
 _ENTRY = re.compile(r"(?P<form>\w+)(?:\((?P<names>[^()]+)\))?")
 
 
-def _entry(section: str, rules: Mapping[str, str], ours: str, text: str) -> Entry:
+def _entry(section: str, rules: Mapping[str, str], ours: str, text: str) -> FormEntry:
     match = _ENTRY.fullmatch(text)
     if match is None or match["form"] not in FORMS:
         raise BadInput(f"{text!r} of {ours!r} is no form.", hint=f"Write one of {', '.join(FORMS)}.")
     prefix = rules.get("published", section).removesuffix("*")
     names = tuple(prefix + name.strip() for name in (match["names"] or ours).split(","))
     pattern = re.escape(section + ours).replace(r"\{layer\}", r"(?P<layer>\d+)")
-    return Entry(re.compile(pattern), FORMS[match["form"]], names)
+    return FormEntry(re.compile(pattern), FORMS[match["form"]], names)
 
 
 def forms_of(config: Mapping[str, object], language_model: Mapping[str, object]) -> EngineForms:

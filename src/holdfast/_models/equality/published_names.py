@@ -1,0 +1,68 @@
+"""The shards of a trainer's state as shards of the published tensors that they are made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from holdfast._core.layout.tensor import OBJECT, TensorSpec
+from holdfast._core.plan.shard_table import ShardTable
+from holdfast._core.state.memory import TensorMemory, ViewMemory
+from holdfast._core.store.local import open_store
+from holdfast._models.views import hub_format as hf
+from holdfast._models.views.family import EMBEDDING, View, language_model, view_of
+from holdfast._models.views.published_model import read_config
+from holdfast._models.views.reordered import as_published
+from holdfast.errors import BadInput
+
+Published = Mapping[str, object] | str | os.PathLike[str]
+"""The content of a model's `config.json`, or the folder that has it."""
+_INSIDE = f"model.language_{EMBEDDING}"
+"""The embedding in a model that contains a language model, as transformers 5 names it."""
+
+
+def view_by(published: Published) -> View:
+    """Return the view of a published model, by its configuration alone."""
+    if isinstance(published, Mapping):
+        config, where = published, "The configuration"
+    else:
+        store = open_store(published)
+        read = read_config(store)
+        where = f"{store.url}/{hf.CONFIG}"
+        if read is None:
+            raise BadInput(f"There is no {where}.", hint="Give the folder of a published model.")
+        config = read
+    inside = language_model(config) is not config
+    return view_of(config, where, named=lambda name: inside and name == _INSIDE)
+
+
+def under_published_names(table: ShardTable, view: View) -> ShardTable:
+    """Return a table of the same memory as shards of published tensors. Names that the view does not have
+    stay."""
+    seen = ShardTable(table.rank)
+    for row, spec in enumerate(table.specs):
+        memory = table.memory[row]
+        if isinstance(memory, ViewMemory):
+            memory = TensorMemory(memory.tensor[(None,) * memory.lead])
+        if spec.kind == OBJECT or not isinstance(memory, TensorMemory) or not view.knows(spec.name):
+            seen.extend(table.take([row]))
+            continue
+        if table.deferred[row] is not None:
+            raise BadInput(
+                f"The offset of {spec.name!r} depends on other ranks, so it has no published name."
+            )
+        box = table.boxes[row]
+        for segment in view.segments(spec.name, spec.shape, box):
+            if segment.change or segment.split:
+                raise BadInput(
+                    f"{spec.name!r} is not {segment.name!r} in another order only: it has no fingerprint "
+                    "under that name.",
+                    hint="Save the state, export it, and compare the folder.",
+                    details={"tensor": spec.name},
+                )
+            part = memory.tensor.detach()[segment.box.relative_to(box.offset).slices()]
+            mine = as_published(part, segment.axes, len(segment.whole))
+            published = TensorSpec(segment.name, spec.dtype, segment.whole)
+            seen.add(published, segment.theirs(segment.box), table.replicas[row], False, TensorMemory(mine))
+    seen.check()
+    return seen
