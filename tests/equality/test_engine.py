@@ -29,7 +29,10 @@ class Recorded:
     """A published model of random numbers, and the engine's models of all ranks with them."""
 
     def __init__(self, kind: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.files = [np.load(path) for path in sorted(RECORDED.glob(f"{kind}-*.npz"))]
+        self.files = []
+        for path in sorted(RECORDED.glob(f"{kind}-*.npz")):
+            with np.load(path) as file:  # here, not on threads of ranks: Python 3.11 parses on one at a time
+                self.files.append({name: file[name] for name in file.files})
         self.about = [json.loads(str(file["about"])) for file in self.files]
         shapes = self.about[0]["published"]
         many = sum(int(np.prod(shape)) for shape in shapes.values())
