@@ -11,12 +11,17 @@ from itertools import product
 from math import prod
 
 import msgspec
-import numpy as np
 
-from holdfast._core.format.fingerprint import text_of
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import DTYPES, Dims
-from holdfast._models.equality.fingerprints import Fingerprint, RankSums, Specs, add_specs, check_covered
+from holdfast._models.equality.fingerprints import (
+    Fingerprint,
+    RankSums,
+    Specs,
+    add_specs,
+    check_covered,
+    total,
+)
 from holdfast._models.equality.rounding import Numbers, rounded_of
 
 _TRIES = 4096
@@ -80,26 +85,21 @@ class PartSums:
                 EnginePart(
                     tuple(ranks),
                     *box,
-                    _text(sums),
+                    total([sums]),
                     {key: one.value for key, one in rounded_of(code, [rounded]).items()},
                 )
                 for box, found in boxes.items()
                 for sums, (ranks, rounded) in found.items()
             ]
-            parts += [EnginePart((rank,), *box, _text(sums), is_added=True) for rank, box, sums in added]
+            parts += [EnginePart((rank,), *box, total([sums]), is_added=True) for rank, box, sums in added]
             first = [next(iter(found.items())) for found in boxes.values()]
             rounded = rounded_of(code, [numbers for _, (_, numbers) in first])
-            value = _text(*(sums for sums, _ in first))
+            value = total([sums for sums, _ in first])
             if added or any(len(found) > 1 for found in boxes.values()):
                 value = ""
                 rounded = {key: msgspec.structs.replace(one, value="") for key, one in rounded.items()}
             fingerprints[name] = EngineFingerprint(dtype, shape, value, rounded, tuple(parts))
         return fingerprints
-
-
-def _text(*sums: tuple[int, int]) -> str:
-    numbers = np.asarray(sums, np.uint64).reshape(-1, 2)
-    return text_of(numbers.sum(axis=0, dtype=np.uint64))
 
 
 def _numbers(value: str) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def _by_whole(parts: tuple[EnginePart, ...], dtype: str, own: str, right: str) -
             boxes.setdefault(Box(part.offset, part.shape), []).append(part)
     if prod(map(len, boxes.values())) <= _TRIES:
         for chosen in product(*boxes.values()):
-            if _text(*(_numbers(part.value_in(dtype, own)) for part in chosen)) == right:
+            if total([_numbers(part.value_in(dtype, own)) for part in chosen]) == right:
                 return {rank for part in parts if part not in chosen for rank in part.ranks}
     if len(boxes) == 1:
         return {rank for part in parts for rank in part.ranks}

@@ -6,6 +6,7 @@ The bits of a NaN depend on the device and the instructions that cast it. So eve
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import msgspec
@@ -66,6 +67,7 @@ class Rounded(msgspec.Struct, frozen=True):
     """Whether any element is NaN. `value` is computed with the same bits for every NaN."""
 
 
+@cache
 def less_exact_than(code: int) -> tuple[int, ...]:
     """Return the floating-point dtypes with fewer bits than this one; none for any other dtype."""
     if code not in FLOATS:
@@ -115,7 +117,7 @@ class RoundedSums:
 
 def rounded_of(code: int, boxes: list[list[Numbers]]) -> dict[str, Rounded]:
     """Combine the numbers of all boxes of a tensor to its fingerprints, by dtype name."""
-    found = {}
+    found: dict[str, Rounded] = {}
     for place, other in enumerate(less_exact_than(code)):
         sums, flags = nothing(), 0
         for first, second, more in (numbers[place] for numbers in boxes):

@@ -29,29 +29,26 @@ def small_sums(
     table: ShardTable, rows: Sequence[int], tick: Callable[[], None]
 ) -> dict[int, tuple[int, int]]:
     """Return the sums of those rows of which several are alike: small, and of one dtype, shape and place."""
-    alike: dict[tuple[int, Box, torch.device], list[torch.Tensor]] = {}
-    places: dict[tuple[int, Box, torch.device], list[int]] = {}
+    alike: dict[tuple[int, Box, torch.device], list[tuple[int, torch.Tensor]]] = {}
+    small: dict[tuple[int, Box], bool] = {}
     for row in rows:
-        memory, code, box = table.memory[row], table.specs[row].dtype, table.boxes[row]
-        if (
-            isinstance(memory, TensorMemory)
-            and type(memory.tensor) in _PLAIN
-            and 0 < box.volume * DTYPES[code].size <= _SMALL
-            and not less_exact_than(code)
-        ):
-            key = code, box, memory.tensor.device
-            alike.setdefault(key, []).append(memory.tensor.detach())
-            places.setdefault(key, []).append(row)
+        memory, kind = table.memory[row], (table.specs[row].dtype, table.boxes[row])
+        if kind not in small:
+            code, box = kind
+            small[kind] = 0 < box.volume * DTYPES[code].size <= _SMALL and not less_exact_than(code)
+        if small[kind] and isinstance(memory, TensorMemory) and type(memory.tensor) in _PLAIN:
+            alike.setdefault((*kind, memory.tensor.device), []).append((row, memory.tensor))
     found: dict[int, tuple[int, int]] = {}
-    for key, tensors in alike.items():
-        code, box, _ = key
+    for (code, box, _), these in alike.items():
         size = DTYPES[code].size
         step = max(_STACK // (box.volume * size), 1)
-        for first in range(0, len(tensors) if len(tensors) > 1 else 0, step):
-            stack = torch.stack(tensors[first : first + step]).cpu().reshape(-1)
-            sums = sums_of_each(stack.view(torch.uint8).numpy(), size, box)
-            these = places[key][first : first + step]
-            found.update((row, (one, other)) for row, (one, other) in zip(these, sums.tolist(), strict=True))
+        for first in range(0, len(these) if len(these) > 1 else 0, step):
+            some = these[first : first + step]
+            with torch.no_grad():
+                stack = torch.stack([tensor for _, tensor in some]).cpu()
+            sums = sums_of_each(stack.reshape(-1).view(torch.uint8).numpy(), size, box)
+            for (row, _), (one, other) in zip(some, sums.tolist(), strict=True):
+                found[row] = one, other
             tick()
     return found
 
