@@ -23,6 +23,12 @@ BRIDGES = {
     "nemotron_h": "nemotronh.nemotron_h_bridge.NemotronHBridge",
     "glm_moe_dsa": "glm_moe_dsa.glm5_bridge.GLM5Bridge",
 }
+SAVED = {
+    "experts.linear_fc1.weight*": "experts.experts.*.linear_fc1.weight",
+    "experts.linear_fc2.weight*": "experts.experts.*.linear_fc2.weight",
+    ".conv1d_": ".conv1d.",
+}
+"""How checkpoints name parameters that have other names in the modules."""
 PUBLISHERS = {"backbone.embedding.weight": "backbone.embeddings.weight"}
 """Names of transformers 5 for which publishers, and so the converters, have others."""
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
@@ -63,11 +69,9 @@ def _by_bridge(bridge: Any, there: dict[str, torch.Tensor]) -> tuple[dict[str, t
     used: set[str] = set()
     for mapping in bridge.mapping_registry().mappings:
         names = mapping.hf_param if isinstance(mapping.hf_param, dict) else {"": mapping.hf_param}
-        # As checkpoints name experts that a layer keeps in one module.
-        ours = mapping.megatron_param.replace(
-            "experts.linear_fc1.weight*", "experts.experts.*.linear_fc1.weight"
-        )
-        ours = ours.replace("experts.linear_fc2.weight*", "experts.experts.*.linear_fc2.weight")
+        ours = mapping.megatron_param
+        for parameter, saved in SAVED.items():
+            ours = ours.replace(parameter, saved)
         if "local_experts" in ours:
             continue
         for numbers in product(*[range(4), range(8)][: ours.count("*")]):
