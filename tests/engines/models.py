@@ -58,8 +58,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     | {"num_key_value_heads": 4, "head_dim": 8, "n_group": 2, "topk_method": "noaux_tc"},
     "glm4_moe": COMMON | EXPERTS | SHARED | {"n_group": 1, "use_qk_norm": True, "attention_bias": True},
     # Of this one, vLLM 0.32 builds no model with fewer keys than ranks.
-    "gpt_oss": COMMON
-    | {"num_key_value_heads": 4, "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": COMMON | {"num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_next": COMMON
     | EXPERTS
     | DELTA_NET

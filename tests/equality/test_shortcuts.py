@@ -1,0 +1,61 @@
+"""Sums that are taken together, or by columns, are those that are taken one by one, row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast._core.format.fingerprint import box_sums, sums_by_columns, sums_of_each
+from holdfast._core.layout.box import Box
+
+SIZES = st.sampled_from([1, 2, 4, 8])
+LINE = 4096 * 8
+"""Bytes along the last axis that have weights of their own."""
+
+
+@given(SIZES, st.lists(st.tuples(st.integers(0, 9), st.integers(1, 7)), max_size=3), st.integers(1, 9))
+def test_several_tensors_have_the_sums_of_each(size: int, sides: list[tuple[int, int]], many: int) -> None:
+    box = Box(tuple(low for low, _ in sides), tuple(side for _, side in sides))
+    data = np.random.default_rng(many).integers(0, 256, (many, box.volume * size), np.uint8)
+    each = [box_sums(one.tobytes(), size, box) for one in data]
+    assert (sums_of_each(data, size, box) == each).all()
+
+
+@given(SIZES, st.integers(1, 40), st.integers(1, 300), st.integers(0, 9), st.integers(-40, 70), st.booleans())
+def test_columns_have_the_sums_of_rows(
+    size: int, height: int, width: int, row: int, column: int, at_line: bool
+) -> None:
+    column = LINE // size + column if at_line else abs(column)
+    box = Box((3, row, column), (1, height, width))
+    columns = np.random.default_rng(width).integers(0, 256, (width, height * size), np.uint8).view(f"u{size}")
+    assert (sums_by_columns(columns, box) == box_sums(np.ascontiguousarray(columns.T), size, box)).all()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float32, torch.complex64]
+)
+def test_a_state_has_the_same_fingerprints_in_any_memory(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(1)
+    state = {
+        **{f"small {i}": torch.randn(17, generator=random).to(dtype) for i in range(5)},
+        **{f"empty {i}": torch.empty(0, 3, dtype=dtype) for i in range(3)},
+        **{f"scalar {i}": torch.randn((), generator=random).to(dtype) for i in range(3)},
+        "matrix": torch.randn(33, 70, generator=random).to(dtype),
+        "stack": torch.randn(3, 20, 300, generator=random).to(dtype),
+    }
+    turned = {name: one.mT.contiguous().mT if one.ndim > 1 else one for name, one in state.items()}
+    spaced = {name: torch.stack([one, one], -1)[..., 0] for name, one in state.items()}
+    one_by_one = {name: holdfast.fingerprint({name: one})[name] for name, one in state.items()}
+    for other in (state, turned, spaced):
+        assert holdfast.fingerprint(other) == one_by_one
+    shard = holdfast.Shard(turned["matrix"][:, 3:], (40, 73), (5, 6))
+    plain = holdfast.Shard(state["matrix"][:, 3:].contiguous(), (40, 73), (5, 6))
+    rest = {"w": [holdfast.Shard(torch.zeros(5, 73, dtype=dtype), (40, 73), (0, 0))]}
+    rest["w"] += [holdfast.Shard(torch.zeros(35, 6, dtype=dtype), (40, 73), (5, 0))]
+    rest["w"] += [holdfast.Shard(torch.zeros(2, 67, dtype=dtype), (40, 73), (38, 6))]
+    found = [holdfast.fingerprint({"w": [*rest["w"], one]}) for one in (shard, plain)]
+    assert found[0] == found[1]
