@@ -48,6 +48,8 @@ class Call:
     deadline: Deadline
     limits: Limits
     line: Line | None = None
+    place: str = ""
+    """Names the folder of the call, if ranks have it under different paths; "": its URL does."""
 
     @property
     def rank(self) -> int:

@@ -1,0 +1,275 @@
+"""The local folders of a run: each host's copies of the newest steps, before these are durable.
+
+A copy is an ordinary checkpoint of what the ranks of a host hold (`io.slice.CopyOfStep`), in a folder of its
+own that is never written again. A step is whole if the hosts of all ranks have a copy of one save of it; its
+digests are verified by the load. The newest durable step and those saved after it stay, and no others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast._core.background.local_save import LocalSave
+from holdfast._core.base.values import Json, Message
+from holdfast._core.format.digest import digest, hex_digest
+from holdfast._core.format.local_copy import ABOUT, SAVE, LocalCopy, is_newer, read_copy, save_of
+from holdfast._core.format.names import INDEX
+from holdfast._core.io.index_file import open_index
+from holdfast._core.io.old_steps import remove_step
+from holdfast._core.layout.ranks import ranks_text
+from holdfast._core.protocol.call import Call
+from holdfast._core.run.hosts import HERE, Start, meet_on_hosts, read_state, write_state
+from holdfast._core.run.owner import Lease, lease_of
+from holdfast._core.saving.job import SaveJob
+from holdfast._core.store.base import Folder, Store, replace_file
+from holdfast._core.store.local import open_local
+from holdfast._core.store.run_folder import committed_folder, newest_steps, step_folder
+from holdfast.errors import BadInput, HoldfastError
+
+log = logging.getLogger("holdfast")
+DURABLE = "durable"
+"""A file in a copy's folder: its step has been committed in the run."""
+_COPY = re.compile(r"step-[0-9]{8,18}\.[0-9]+-[0-9]+\Z")
+LOOKED_AT = 3
+"""Of how many of the run's newest steps an index is read, if those before can't be read."""
+
+
+class Copy(NamedTuple):
+    """A local copy, as a rank tells it."""
+
+    about: LocalCopy
+    folder: str
+    is_durable: bool
+
+
+class Newest(NamedTuple):
+    """The newest durable step of a run whose index can be read."""
+
+    save: str = ""
+    """"": there is none."""
+    unread: tuple[int, ...] = ()
+    """The steps above it, whose indexes can't be read."""
+
+
+class LocalTier:
+    """The local folder of this rank for a run."""
+
+    def __init__(self, local: Folder, run: Store) -> None:
+        if not isinstance(local, str | bytes | os.PathLike):
+            raise BadInput(f"local= must be a path of this host, not a {type(local).__name__}.")
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", os.path.basename(run.url.rstrip("/"))).strip("-")
+        # A folder of its own: in one local folder, each run of a host has its copies.
+        top = open_local(os.fspath(local), "local=")
+        self.store: Store = top.child(f"{name or 'run'}-{hex_digest(digest(run.url.encode()))[:8]}")
+        self.run = run
+        self.rejected: set[str] = set()
+        """Saves whose copies a load could not use, on some host."""
+        self._start: Start | None = None
+        self._why = ""
+        """Why there are no local folders; "" if there are, or that is not known yet."""
+        self._lease: Lease = lease_of(self.store)
+        self._base = self._parent = ""
+        self._number = 0
+        self._saved: dict[str, int] = {}
+        """The folders of this start's copies, each with its number."""
+
+    def begin(self, call: Call) -> Start | None:
+        """Find out which ranks share a folder, once; all ranks call it. None if a folder can't be used."""
+        if self._start is None and not self._why:
+            found = meet_on_hosts(self.store, self.run.url, call, lambda: newest_durable(self.run).save)
+            if isinstance(found, str):
+                self._why = found
+                level = logging.WARNING if call.rank == call.participants[0] else logging.DEBUG
+                log.log(level, "local= is not used, so saves go to %s at once: %s", self.run.url, found)
+            else:
+                self._start, self._base = found, found.newest
+        return self._start
+
+    def leave(self, user: object) -> None:
+        """Release the folder."""
+        self._lease.leave(user)
+
+    # -- save -----------------------------------------------------------------------------------------
+
+    def about(self) -> Message:
+        """Return what the index of the next save says, in the run and in the local folders."""
+        start = self._start
+        return {} if start is None else {SAVE: f"{start.name}.{self._number + 1}"}
+
+    def count(self, number: int) -> None:
+        """Note how many saves the rank that has counted most has counted: one may have left a save out."""
+        self._number = max(self._number, number)
+
+    def save(self, user: object, durable: SaveJob, takeover: bool) -> SaveJob:
+        """Return the local save before a durable one. Called on all ranks, in the same order."""
+        start, request = self._start, durable.request
+        assert start is not None
+        assert request.step is not None
+        call = request.call
+        self._number += 1
+        name = f"{step_folder(request.step)}.{start.number}-{self._number}"
+        self._saved[name] = number = self._number
+        is_part = start.ranks != call.participants
+        copy = LocalCopy(
+            run=self.run.url,
+            folder=start.folder,
+            save=str(request.about[SAVE]),
+            start=start.number,
+            step=request.step,
+            ranks=ranks_text(call.participants),
+            is_part=is_part,
+            base=self._base,
+            parent=self._parent,
+        )
+
+        def permit(tick: Callable[[], None]) -> None:
+            self._lease.hold(user, call.roster.job(), call.rank, takeover, tick)
+            state = read_state(self.store)
+            if state is None or (state.folder, state.start) != (start.folder, start.number):
+                write_state(self.store, self.run.url, start)
+
+        local = replace(
+            request,
+            store=self.store.child(name),
+            call=replace(call, participants=start.ranks),
+            expected=None,
+            previous=None,
+            overwrite=False,
+            about={**request.about, ABOUT: msgspec.to_builtins(copy)},
+            options=replace(request.options, link_unchanged=False),
+            is_part=is_part,
+            may_be_empty=is_part,
+            permit=permit,
+            after=None,
+        )
+        then = partial(self._is_durable, name, number, copy.save, call.rank)
+        return LocalSave(local, durable, number, self.count, then)
+
+    def _is_durable(self, name: str, number: int, save: str, rank: int) -> None:
+        """Mark a copy whose step is durable, and remove the copies that were saved before it."""
+        start = self._start
+        assert start is not None
+        self._base, self._parent = save, ""
+        if rank != start.ranks[0]:
+            return
+        with suppress(HoldfastError):
+            if not self._lease.is_held():
+                return
+            replace_file(self.store, f"{name}/{DURABLE}", save.encode())
+            for found in self.store.list():
+                folder = found.removesuffix("/")
+                if folder.startswith(HERE):  # of a rank that was killed
+                    self.store.delete(folder)
+                elif _COPY.match(folder) and self._saved.get(folder, 0) < number:
+                    self._remove(folder)
+
+    def _remove(self, folder: str) -> None:
+        with suppress(HoldfastError):
+            step = self.store.child(folder)
+            # Last, so that what is left of a removal that was cut short is no copy to load.
+            remove_step(self.store, folder)
+            if step.stat(INDEX) is None:
+                step.delete(DURABLE)
+                step.remove()
+
+    def forget(self, step: int) -> None:
+        """Remove the copies of a step, which was removed from the run."""
+        start = self._start
+        for copy in self._copies() if start is not None else ():
+            if copy.about.step == step:
+                self._remove(copy.folder)
+
+    # -- restore --------------------------------------------------------------------------------------
+
+    def tell(self) -> Json:
+        """Return the copies in this rank's folder, for the committer."""
+        return [
+            {"about": msgspec.to_builtins(copy.about), "folder": copy.folder, "durable": copy.is_durable}
+            for copy in self._copies()
+        ]
+
+    def _copies(self) -> list[Copy]:
+        start = self._start
+        if start is None or start.is_new:
+            return []
+        found: list[Copy] = []
+        with suppress(HoldfastError):
+            for name in self.store.list():
+                folder = name.removesuffix("/")
+                if not _COPY.match(folder):
+                    continue
+                # A damaged index, or none: no copy.
+                with suppress(HoldfastError), open_index(self.store.child(folder)) as index:
+                    copy = read_copy(index.about)
+                    if copy is None or (copy.run, copy.folder) != (self.run.url, start.folder):
+                        continue
+                    is_durable = self.store.stat(f"{folder}/{DURABLE}") is not None
+                    found.append(Copy(copy, folder, is_durable))
+        return [copy for copy in found if copy.about.save not in self.rejected]
+
+    def choose(
+        self, told: dict[int, Json], step: int | None, passed: tuple[int, ...]
+    ) -> tuple[LocalCopy | None, str, str]:
+        """Committer: return the newest local copy that all ranks have, if it is a copy of the run's newest
+        durable step or newer than that; its folder; and the save of that durable step.
+
+        step: only this one. passed: damaged steps of the run.
+        """
+        of_rank = [{one["about"]["save"]: one for one in copies} for copies in told.values()]
+        everyone = ranks_text(tuple(sorted(told)))
+        durable = newest_durable(self.run, step, passed)
+        best: LocalCopy | None = None
+        folder = ""
+        for save in set.intersection(*map(set, of_rank)):
+            copies = [msgspec.convert(one[save]["about"], LocalCopy) for one in of_rank]
+            first = copies[0]
+            # What other ranks have saved may be missed by these; a complete copy misses nothing.
+            if any(copy.step != first.step or (copy.is_part and copy.ranks != everyone) for copy in copies):
+                continue
+            was_durable = any(one[save]["durable"] for one in of_rank)
+            if step not in (None, first.step) or not _counts(first, was_durable, durable, step):
+                continue
+            if best is None or (first.start, first.number) > (best.start, best.number):
+                best, folder = first, of_rank[0][save]["folder"]
+        return best, folder, durable.save
+
+    def restored(self, save: str, durable: str) -> None:
+        """Note what this job goes on from. durable: the newest durable save, which may be the same."""
+        self._base, self._parent = durable, "" if save == durable else save
+
+
+def _counts(copy: LocalCopy, was_durable: bool, durable: Newest, step: int | None) -> bool:
+    """Return whether a local copy is of the newest durable step or newer."""
+    if copy.save == durable.save or (was_durable and copy.step in durable.unread):
+        return True
+    if was_durable:
+        return False  # its step was removed from the run since, or the run has gone another way
+    if step is not None:
+        return not durable.save
+    if durable.unread and not durable.save:
+        return copy.step > max(durable.unread)
+    return is_newer(copy, durable.save)
+
+
+def newest_durable(run: Store, step: int | None = None, passed: tuple[int, ...] = ()) -> Newest:
+    """Look for the newest durable step of a run. step: only this one. passed: steps to leave out."""
+    if step is None:
+        found = newest_steps(run, LOOKED_AT, but=passed)
+    else:
+        there = committed_folder(run, step)
+        found = {} if there is None else {step: there}
+    unread: list[int] = []
+    for number, folder in found.items():
+        with suppress(HoldfastError), open_index(run.child(folder)) as index:
+            return Newest(save_of(index.about), tuple(unread))
+        unread.append(number)
+    return Newest("", tuple(unread))
