@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +163,9 @@ def restore(
         return report.step, right, report.path, said
 
 
-def restore_parts(rank: int, run: str, folder: str, hosts: int, saved_by: int) -> tuple[int | None, bool, str]:
+def restore_parts(
+    rank: int, run: str, folder: str, hosts: int, saved_by: int
+) -> tuple[int | None, bool, str]:
     """Restore what another number of ranks has saved, each tensor as a whole."""
     with checkpoints_of(rank, run, folder, hosts) as checkpoints:
         whole = torch.zeros(3 * saved_by, 5)
@@ -174,3 +179,40 @@ def restore_parts(rank: int, run: str, folder: str, hosts: int, saved_by: int) -
 
 def tree(folder: str | Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+
+
+def salted(step: int, salt: int, rank: int, world: int) -> dict[str, Any]:
+    """The state of a step of one start of the job: no two starts save the same values."""
+    return {**state_of(1000 * salt + step, rank, world), "salt": salt, "step": step}
+
+
+def train_until_killed(rank: int, run: str, folder: str, hosts: int, salt: int) -> None:
+    """Restore, and save step after step. What came back, and what was promised, is appended to a file of this
+    rank at once."""
+    world = dist.get_world_size()
+    with open(os.path.join(folder, f"told-{rank}"), "ab", buffering=0) as told:
+
+        def tell(*words: object) -> None:
+            told.write((json.dumps([salt, *words]) + "\n").encode())
+
+        checkpoints = checkpoints_of(rank, run, folder, hosts, in_flight=2, on_failure="warn", keep=3)
+        state = salted(0, 0, rank, world)
+        report = checkpoints.restore_report(state)
+        last, of = int(state["step"]), int(state["salt"])
+        if report is None:
+            tell("began")
+        else:
+            right = values_of(state) == values_of(salted(last, of, rank, world)) and report.step == last
+            tell("restored", of, last, right, "/host-" in report.path)
+
+        def note(step: int, pending: holdfast.Pending) -> None:
+            with suppress(HoldfastError):
+                tell("committed", salt, step, "/host-" in pending.committed().path)
+                pending.durable()
+                tell("durable", salt, step)
+
+        for step in range(last + 1, last + 1000):
+            pending = checkpoints.save(step, salted(step, salt, rank, world))
+            assert pending is not None
+            threading.Thread(target=note, args=(step, pending), daemon=True).start()
+            time.sleep(0.01)

@@ -251,3 +251,5 @@ class Checkpoints(RunFolder):
 
         title = f"removal of step {step} from {self.store.url}"
         agree(title, f"{self.store.url}|delete|{step}", remove, call)
+        if self._tier is not None and self._has_tier():
+            self._tier.forget(step, call.rank)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -77,6 +78,7 @@ class LocalTier:
         self._why = ""
         """Why there are no local folders; "" if there are, or that is not known yet."""
         self._lease: Lease = lease_of(self.store)
+        self._writing = threading.Lock()
         self._base = self._parent = ""
         self._number = 0
         self._saved: dict[str, int] = {}
@@ -133,9 +135,10 @@ class LocalTier:
 
         def permit(tick: Callable[[], None]) -> None:
             self._lease.hold(user, call.roster.job(), call.rank, takeover, tick)
-            state = read_state(self.store)
-            if state is None or (state.folder, state.start) != (start.folder, start.number):
-                write_state(self.store, self.run.url, start)
+            with self._writing:  # several saves may be under way
+                state = read_state(self.store)
+                if state is None or (state.folder, state.start) != (start.folder, start.number):
+                    write_state(self.store, self.run.url, start)
 
         local = replace(
             request,
@@ -181,10 +184,10 @@ class LocalTier:
                 step.delete(DURABLE)
                 step.remove()
 
-    def forget(self, step: int) -> None:
+    def forget(self, step: int, rank: int) -> None:
         """Remove the copies of a step, which was removed from the run."""
-        start = self._start
-        for copy in self._copies() if start is not None else ():
+        leads = self._start is not None and rank == self._start.ranks[0]
+        for copy in self._copies() if leads else ():
             if copy.about.step == step:
                 self._remove(copy.folder)
 
