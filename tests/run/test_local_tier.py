@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._core.store.local import LocalStore
 from holdfast.errors import BadInput, DeadlineExceeded
 from tests.run import tier_jobs as jobs
 from tests.support.processes import ProcessWorld
@@ -425,3 +429,83 @@ def test_nothing_is_left_behind(cluster: Cluster) -> None:
         names = [Path(name).parts[1:] for name in jobs.tree(cluster.folder / f"host-{host}")]
         assert {parts[0] for parts in names} == {".holdfast-local.json", "step-00000001.1-1"}
         assert {parts[1] for parts in names if len(parts) > 1} == {"data", "durable", "index.safetensors"}
+
+
+def test_the_call_does_what_a_local_save_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training waits for the copy only: but for the first, the call itself uses no storage."""
+    calls: list[str] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        was = getattr(LocalStore, name)
+
+        def noted(self: LocalStore, *args: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                calls.append(name)
+            return was(self, *args)
+
+        return noted
+
+    for name in ("open", "create", "publish", "delete", "remove", "stat", "list"):
+        monkeypatch.setattr(LocalStore, name, noting(name))
+    for what in (tmp_path / "nvme", None):
+        with holdfast.Checkpoints(tmp_path / "run", local=what, job=ALONE) as checkpoints:
+            for step in (1, 2):
+                pending = checkpoints.save(step, {"w": torch.full((3,), float(step))})
+                assert pending is not None
+                pending.durable(20)
+                calls.clear()
+            checkpoints.save(3, {"w": torch.ones(3)})
+            assert calls == []
+
+
+def test_a_state_that_lacks_a_name_is_committed_nowhere(tmp_path: Path) -> None:
+    checkpoints = holdfast.Checkpoints(tmp_path / "run", local=tmp_path / "nvme", job=ALONE)
+    checkpoints.save(1, {"w": torch.ones(3), "b": torch.ones(2)})
+    pending = checkpoints.save(2, {"w": torch.zeros(3)})
+    assert pending is not None
+    with pytest.raises(holdfast.errors.Vanished):
+        pending.committed()
+    with pytest.raises(holdfast.errors.Vanished):
+        checkpoints.close()
+    with holdfast.Checkpoints(tmp_path / "run", local=tmp_path / "nvme", job=ALONE) as checkpoints:
+        assert checkpoints.restore({"w": torch.zeros(3), "b": torch.zeros(2)}) == 1
+
+
+def test_a_cancelled_save_is_cancelled_in_both(tmp_path: Path) -> None:
+    jobs.obey(str(tmp_path))
+    jobs.hold(str(tmp_path)).touch()
+    checkpoints = holdfast.Checkpoints(tmp_path / "run", local=tmp_path / "host-0", job=ALONE)
+    pending = checkpoints.save(1, {"w": torch.ones(3)})
+    assert pending is not None
+    assert pending.committed(20).path.startswith(str(tmp_path / "host-0"))
+    assert pending.cancel()
+    jobs.hold(str(tmp_path)).unlink()
+    with pytest.raises(holdfast.errors.HoldfastError, match="cancelled"):
+        pending.durable(20)
+    assert pending.cancelled()
+    assert pending.committed(0).path.startswith(str(tmp_path / "host-0"))
+
+
+PROGRAM = """
+import sys, torch, holdfast
+from tests.run import tier_jobs as jobs
+folder = sys.argv[1]
+jobs.obey(folder)
+jobs.cut(folder).touch()
+run = holdfast.Checkpoints(folder + "/run", local=folder + "/host-0", job=holdfast.Job(no_dist=True))
+print(run.save(1, {"w": torch.ones(3)}).committed().path)
+"""
+
+
+def test_a_process_does_not_end_well_whose_last_step_is_not_durable(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert "/host-0/" in done.stdout
+    assert done.returncode == 1
+    assert "The run can't be reached." in done.stderr
+    assert "The step is committed in the local folders of all hosts." in done.stderr

@@ -69,6 +69,11 @@ class LocalSave(SaveJob):
             )
             self._holders = Holders(self.table)
 
+    def enter(self) -> None:
+        super().enter()
+        if self.commit is not None:
+            self.commit.before = None  # the durable save warns if nothing has changed
+
     def keep(self, staged: Staged | None) -> None:
         """Keep what the durable save needs of the copied state; called before its tensors may change."""
         durable = self._durable

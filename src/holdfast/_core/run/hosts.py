@@ -46,8 +46,7 @@ class Start(msgspec.Struct, frozen=True):
     number: int
     ranks: tuple[int, ...]
     folder: str
-    is_new: bool
-    """Whether the folder has no copies of this run: it is empty, or a copy of another host's."""
+    """As `LocalCopy.folder`. A new name if the folder had none, or is a copy of another host's."""
     newest: str
     """The save of the run's newest step, as `local_copy.save_of`; "" if there was none."""
 
@@ -133,8 +132,7 @@ def _hosts(told: dict[int, Json], newest: str) -> Json:
         groups.setdefault(same if rank in same else (rank,), one["folder"])
     hosts, taken = [], {""}
     for ranks, folder in groups.items():
-        is_new = folder in taken  # none, or that of another host, whose copy this is
+        hosts.append({"ranks": ranks, "folder": secrets.token_hex(8) if folder in taken else folder})
         taken.add(folder)
-        hosts.append({"ranks": ranks, "folder": secrets.token_hex(8) if is_new else folder, "is_new": is_new})
     number = 1 + max(one["start"] for one in told.values())
     return {"name": secrets.token_hex(8), "number": number, "hosts": hosts, "newest": newest}

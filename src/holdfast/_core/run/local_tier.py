@@ -31,6 +31,7 @@ from holdfast._core.protocol.call import Call
 from holdfast._core.run.hosts import HERE, Start, meet_on_hosts, read_state, write_state
 from holdfast._core.run.owner import Lease, lease_of
 from holdfast._core.saving.job import SaveJob
+from holdfast._core.saving.request import PREVIOUS
 from holdfast._core.store.base import Folder, Store, replace_file
 from holdfast._core.store.local import open_local
 from holdfast._core.store.run_folder import committed_folder, newest_steps, step_folder
@@ -75,26 +76,34 @@ class LocalTier:
         self.rejected: set[str] = set()
         """Saves whose copies a load could not use, on some host."""
         self._start: Start | None = None
-        self._why = ""
-        """Why there are no local folders; "" if there are, or that is not known yet."""
+        """None if there are no local folders for `_ranks`, or that was not asked yet."""
+        self._ranks: tuple[int, ...] = ()
         self._lease: Lease = lease_of(self.store)
         self._writing = threading.Lock()
         self._base = self._parent = ""
-        self._number = 0
+        self._number = self._durable = 0
+        """Numbers of the last save, and of the last durable one."""
         self._saved: dict[str, int] = {}
         """The folders of this start's copies, each with its number."""
 
     def begin(self, call: Call) -> Start | None:
-        """Find out which ranks share a folder, once; all ranks call it. None if a folder can't be used."""
-        if self._start is None and not self._why:
-            found = meet_on_hosts(self.store, self.run.url, call, lambda: newest_durable(self.run).save)
+        """Find out which ranks share a folder, once for the same ranks, which all call it. None if a folder
+        can't be used."""
+        if self._ranks != call.participants:
+            self._ranks, self._start = call.participants, None
+            found = meet_on_hosts(self.store, self.run.url, call, self._newest)
             if isinstance(found, str):
-                self._why = found
                 level = logging.WARNING if call.rank == call.participants[0] else logging.DEBUG
                 log.log(level, "local= is not used, so saves go to %s at once: %s", self.run.url, found)
             else:
                 self._start, self._base = found, found.newest
         return self._start
+
+    def _newest(self) -> str:
+        # Without the run a save can still be committed locally; whether it is the newest can't be told then.
+        with suppress(HoldfastError):
+            return newest_durable(self.run).save
+        return ""
 
     def leave(self, user: object) -> None:
         """Release the folder."""
@@ -144,8 +153,8 @@ class LocalTier:
             request,
             store=self.store.child(name),
             call=replace(call, participants=start.ranks),
-            expected=None,
-            previous=None,
+            expected=request.expected if request.expected == PREVIOUS or not is_part else None,
+            previous=partial(self._previous, copy, request.previous),
             overwrite=False,
             about={**request.about, ABOUT: msgspec.to_builtins(copy)},
             options=replace(request.options, link_unchanged=False),
@@ -157,14 +166,29 @@ class LocalTier:
         then = partial(self._is_durable, name, number, copy.save, call.rank)
         return LocalSave(local, durable, number, self.count, then)
 
+    def _previous(self, copy: LocalCopy, in_run: Callable[[], Store | None] | None) -> Store | None:
+        """Return the checkpoint that a copy is compared with: the last one of the same ranks here, or a whole
+        one in the run."""
+        alike = [
+            one
+            for one in self._copies()
+            if (one.about.ranks, one.about.is_part) == (copy.ranks, copy.is_part)
+        ]
+        if alike:
+            return self.store.child(max(alike, key=lambda one: (one.about.start, one.about.number)).folder)
+        return None if copy.is_part or in_run is None else in_run()
+
     def _is_durable(self, name: str, number: int, save: str, rank: int) -> None:
         """Mark a copy whose step is durable, and remove the copies that were saved before it."""
         start = self._start
         assert start is not None
-        self._base, self._parent = save, ""
-        if rank != start.ranks[0]:
-            return
-        with suppress(HoldfastError):
+        # One at a time, and in order: the copy of a save that was slower than a later one is gone.
+        with self._writing, suppress(HoldfastError):
+            if number < self._durable:
+                return
+            self._durable, self._base, self._parent = number, save, ""
+            if rank != start.ranks[0]:
+                return
             if not self._lease.is_held():
                 return
             replace_file(self.store, f"{name}/{DURABLE}", save.encode())
@@ -202,7 +226,7 @@ class LocalTier:
 
     def _copies(self) -> list[Copy]:
         start = self._start
-        if start is None or start.is_new:
+        if start is None:
             return []
         found: list[Copy] = []
         with suppress(HoldfastError):
