@@ -17,6 +17,7 @@ import torch
 
 import holdfast
 from holdfast._core.store.local import LocalStore
+from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import BadInput, DeadlineExceeded
 from tests.run import tier_jobs as jobs
 from tests.support.processes import ProcessWorld
@@ -100,6 +101,15 @@ def test_a_host_holds_each_of_its_replicas_once(cluster: Cluster) -> None:
         tensors = 2 * 3 * 5 + 64 + 11
         written = sum(path.stat().st_size for path in (copy / "data").iterdir())
         assert written < 4 * (tensors + 64) + 30_000
+
+
+def test_a_copy_is_verified_as_a_part(cluster: Cluster) -> None:
+    cluster.save(1)
+    for host in (0, 1):
+        [copy] = cluster.copies(host)
+        assert verify(copy).whole
+        flip(copy)
+        assert not verify(copy).whole
 
 
 def test_a_part_of_a_step_is_refused_by_a_load_that_needs_more(cluster: Cluster) -> None:
