@@ -519,3 +519,17 @@ def test_a_process_does_not_end_well_whose_last_step_is_not_durable(tmp_path: Pa
     assert done.returncode == 1
     assert "The run can't be reached." in done.stderr
     assert "The step is committed in the local folders of all hosts." in done.stderr
+
+
+def test_saves_in_flight_meet_their_own(cluster: Cluster) -> None:
+    """Ranks may be at different saves when they ask whether all hosts have one."""
+    for found in [result.get() for result in cluster.start(save_fast)]:
+        assert found == ["/host-"] * 12
+
+
+def save_fast(rank: int, run: str, folder: str, hosts: int) -> list[str]:
+    with jobs.checkpoints_of(rank, run, folder, hosts, in_flight=4) as checkpoints:
+        pending = [checkpoints.save(step, jobs.state_of(step, rank, 4)) for step in range(1, 13)]
+        return [
+            "/host-" if "/host-" in one.committed(20).path else "run" for one in pending if one is not None
+        ]

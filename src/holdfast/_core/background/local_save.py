@@ -28,11 +28,28 @@ from holdfast.errors import BadInput, HoldfastError, RosterLost
 log = logging.getLogger("holdfast")
 
 
+class CopiedSave(SaveJob):
+    """A save of a state that another one has collected.
+
+    error: of that, if it failed.
+    """
+
+    def __init__(
+        self, request: SaveRequest, table: ShardTable, holders: Holders, error: HoldfastError | None
+    ) -> None:
+        self._given, self._error = (table, holders), error
+        super().__init__(request)
+
+    def _collect(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self.table, self._holders = self._given
+
+
 class LocalSave(SaveJob):
     """The save of this rank into the folder of its host.
 
-    request: its `collect` is not called; the state is that of `durable`. durable: the save of all ranks that
-        follows.
+    durable: the save of all ranks that follows.
     number: which save of this rank it is. on_number: called with the highest one of all ranks.
     on_durable: called on each rank once the durable save is committed. Neither may raise.
     """
@@ -40,32 +57,34 @@ class LocalSave(SaveJob):
     def __init__(
         self,
         request: SaveRequest,
-        durable: SaveJob,
+        durable: SaveRequest,
         number: int,
         on_number: Callable[[int], None],
         on_durable: Callable[[], None],
     ) -> None:
         self._durable, self._on_durable = durable, on_durable
         self._number, self._on_number = number, on_number
+        self._of_all, self._holders_of_all = ShardTable(), Holders(ShardTable())
+        """As `table`, with the replicas that are declared for the ranks of all hosts."""
         self._staged: Staged | None = None
         super().__init__(request)
 
+    def everyone(self) -> tuple[int, ...]:
+        return self._durable.call.participants
+
     def _collect(self) -> None:
-        durable = self._durable
-        if durable.collect_error is not None:
-            raise durable.collect_error
-        self.table, self._holders, self.streams = durable.table, durable._holders, durable.streams
+        super()._collect()
+        self._of_all, self._holders_of_all = self.table, self._holders
         if self.request.is_part and any(one is not None and one[1] > 1 for one in self.table.replicas):
-            # Replicas are declared for the ranks of all hosts. Those of this host agree on their own.
-            of_all = durable.table
+            # Those of this host agree on their own.
             self.table = ShardTable(
-                of_all.rank,
-                of_all.specs,
-                of_all.boxes,
-                [one if one == (0, 1) else None for one in of_all.replicas],
-                of_all.unsharded,
-                of_all.memory,
-                of_all.deferred,
+                self.rank,
+                self.table.specs,
+                self.table.boxes,
+                [one if one == (0, 1) else None for one in self.table.replicas],
+                self.table.unsharded,
+                self.table.memory,
+                self.table.deferred,
             )
             self._holders = Holders(self.table)
 
@@ -76,15 +95,13 @@ class LocalSave(SaveJob):
 
     def keep(self, staged: Staged | None) -> None:
         """Keep what the durable save needs of the copied state; called before its tensors may change."""
-        durable = self._durable
-        durable.collect_error = self.collect_error
-        self._staged = staged
-        if staged is None or durable.table is self.table or self.collect_error is not None:
+        self._staged, table = staged, self._of_all
+        if staged is None or table is self.table or self.collect_error is not None:
             return
-        declared = [one or (0, 1) for one in durable.table.replicas]
-        found = witnessed(durable.table, plan_save(durable.table, declared, durable.options))
+        declared = [one or (0, 1) for one in table.replicas]
+        found = witnessed(table, plan_save(table, declared, self._durable.options))
         self._staged = replace(staged, witnessed=found)
-        forget_copied(durable)
+        forget_copied(table)
 
     def too_large(self, nbytes: int, budget: int) -> BadInput:
         """Return the error of a state that is larger than the memory of its copy."""
@@ -111,31 +128,28 @@ class LocalSave(SaveJob):
             raise  # the ranks can agree on nothing
         except HoldfastError as error:
             failure = error
-        durable = self._durable
         # The time until the local commit is no time that the other storage has taken.
-        call = durable.request.call
-        call = replace(call, deadline=call.limits.deadline(REAL_CLOCK))
-        durable.request = replace(durable.request, call=call)
-        durable.store = durable.request.store  # whose requests end by that deadline
-        is_whole = self._agree(failure, durable.collect_error is not None or pending.is_given_up(failure))
+        call = self._durable.call
+        durable = replace(self._durable, call=replace(call, deadline=call.limits.deadline(REAL_CLOCK)))
+        is_known = self.collect_error is not None or pending.is_given_up(failure)
+        is_whole = self._agree(durable, failure, is_known)
         pending.has_local(local if is_whole else None)
-        durable.begin()
-        pending._attempt(durable)
+        job = CopiedSave(durable, self._of_all, self._holders_of_all, self.collect_error)
         assert self._staged is not None
-        durable.sink = StagedSink(writer, arena, self._staged)
+        job.sink = StagedSink(writer, arena, self._staged)
+        pending._attempt(job)
         try:
-            report = run(durable)
+            report = run(job)
         except HoldfastError as error:
             error.hint = f"{error.hint}{pending.kept}".strip()
             raise
         self._on_durable()
         return report
 
-    def _agree(self, failure: HoldfastError | None, is_known: bool) -> bool:
+    def _agree(self, durable: SaveRequest, failure: HoldfastError | None, is_known: bool) -> bool:
         """Return whether every host has committed the step; the same on all ranks. is_known: the durable save
         will fail for the same reason."""
-        durable = self._durable
-        call = replace(durable.request.call, line=None)
+        call = replace(durable.call, line=None)
 
         def choose(answers: dict[int, Json]) -> Json:
             failed = {rank: why for rank, (_, why) in answers.items() if why is not None}
@@ -146,12 +160,12 @@ class LocalSave(SaveJob):
                 rank, why = min(failed.items())
                 log.warning(
                     "Step %s is not in the local folders, and is saved to %s only: rank %d: %s",
-                    *(self.request.step, durable.store.url, rank, why),
+                    *(durable.step, durable.store.url, rank, why),
                 )
             return [not failed, most]
 
-        title = f"question whether step {self.request.step} is in all local folders"
+        title = f"question whether step {durable.step} is in all local folders"
         mine = [self._number, None if failure is None else failure.message]
-        is_whole, most = agree(title, f"{durable.store.url}|local", choose, call, mine)
+        is_whole, most = agree(title, f"{durable.store.url}|local|{durable.step}", choose, call, mine)
         self._on_number(most)
         return bool(is_whole)

@@ -145,7 +145,7 @@ class SaveQueue:
                 pending.local = Future()
                 job.keep(staged)
             if staged is not None:
-                forget_copied(job)  # training may free or change its tensors from here on
+                forget_copied(job.table)  # training may free or change its tensors from here on
                 pending.has_staged()
                 job.sink = StagedSink(room.writer, room.arena, staged)
             else:

@@ -137,7 +137,7 @@ class Checkpoints(RunFolder):
                 permit=partial(self._permit_save, call, step),
                 after=lambda: self._retire(step),
             )
-            return SaveJob(request)
+            return SaveJob(request) if self._tier is None else self._tier.save(self, request, self._takeover)
 
         return self._save(make, step, force, timeout)
 

@@ -243,21 +243,15 @@ class RunFolder:
         # Asked also if the save is forced: all calls count.
         if not self.should_save(step) and not force:
             return None
-        tier = self._tier if self._has_tier() else None
-        behind = self._asynchronous or tier is not None
+        behind = self._has_tier() or self._asynchronous
         if self._skips and behind and self._is_busy(step):
             return None
         left_out = self._settle(leave=self._in_flight - 1 if behind else 0, step=step)
         # Saves of other run folders are under way, so these have their own messages.
         line = f"{LANE}-{hex_digest(digest(self.store.url.encode()))}"
-
-        def begin() -> SaveJob:
-            durable = make(begin_call(job).lane(line).in_line(line, self._pending()))
-            return durable if tier is None else tier.save(self, durable, self._takeover)
-
         if behind:
             pending = self._queue.save(
-                begin,
+                lambda: make(begin_call(job).lane(line).in_line(line, self._pending())),
                 self._folder(step).url,
                 step,
                 self._in_flight,

@@ -31,7 +31,7 @@ from holdfast._core.protocol.call import Call
 from holdfast._core.run.hosts import HERE, Start, meet_on_hosts, read_state, write_state
 from holdfast._core.run.owner import Lease, lease_of
 from holdfast._core.saving.job import SaveJob
-from holdfast._core.saving.request import PREVIOUS
+from holdfast._core.saving.request import PREVIOUS, SaveRequest
 from holdfast._core.store.base import Folder, Store, replace_file
 from holdfast._core.store.local import open_local
 from holdfast._core.store.run_folder import committed_folder, newest_steps, step_folder
@@ -120,10 +120,12 @@ class LocalTier:
         """Note how many saves the rank that has counted most has counted: one may have left a save out."""
         self._number = max(self._number, number)
 
-    def save(self, user: object, durable: SaveJob, takeover: bool) -> SaveJob:
-        """Return the local save before a durable one. Called on all ranks, in the same order."""
-        start, request = self._start, durable.request
-        assert start is not None
+    def save(self, user: object, request: SaveRequest, takeover: bool) -> SaveJob:
+        """Return the save of a step: first into the local folders, if there are any. Called on all ranks, in
+        the same order."""
+        start = self._start
+        if start is None:
+            return SaveJob(request)
         assert request.step is not None
         call = request.call
         self._number += 1
@@ -164,7 +166,7 @@ class LocalTier:
             after=None,
         )
         then = partial(self._is_durable, name, number, copy.save, call.rank)
-        return LocalSave(local, durable, number, self.count, then)
+        return LocalSave(local, request, number, self.count, then)
 
     def _previous(self, copy: LocalCopy, in_run: Callable[[], Store | None] | None) -> Store | None:
         """Return the checkpoint that a copy is compared with: the last one of the same ranks here, or a whole
