@@ -298,6 +298,54 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
         assert (found[0], found[1], two.short(found[2])) == (1, True, "run")
 
 
+def test_a_name_that_a_part_lacks_may_be_elsewhere(cluster: Cluster) -> None:
+    """Also a load that is not strict takes no part for the whole."""
+    cluster.save(1)
+    for kept, path in [result.get() for result in cluster.start(restore_more)]:
+        assert kept == 5.0
+        assert cluster.short(path) == "run"
+    for mine, path in [result.get() for result in cluster.start(restore_others)]:
+        assert mine == [1, 1]
+        assert cluster.short(path) == "run"
+
+
+def restore_more(rank: int, run: str, folder: str, hosts: int) -> tuple[float, str]:
+    with jobs.checkpoints_of(rank, run, folder, hosts) as checkpoints:
+        state = {**jobs.state_of(0, rank, 4), "more": torch.full((2,), 5.0)}
+        report = checkpoints.restore_report(state, strict=False)
+        assert report is not None
+        return float(state["more"][0]), report.path
+
+
+def restore_others(rank: int, run: str, folder: str, hosts: int) -> tuple[list[int], str]:
+    """Ranks 1 and 2 are on each other's hosts now."""
+    place = {1: 2, 2: 1}.get(rank, rank)
+    with jobs.checkpoints_of(place, run, folder, hosts) as checkpoints:
+        state = {"mine": holdfast.PerRank({"rank": -1, "step": -1})}
+        report = checkpoints.restore_report(state, include=["mine*"], strict=False)
+        assert report is not None
+        return [int(state["mine"].value["rank"] == rank), state["mine"].value["step"]], report.path
+
+
+def test_a_rule_for_other_ranks_is_not_asked(cluster: Cluster) -> None:
+    """A part has the values of some ranks only, and its index says how many ranks there were."""
+    for value, path in [result.get() for result in cluster.start(save_and_restore_with_rule)]:
+        assert value == 1
+        assert cluster.short(path) in LOCAL
+
+
+def save_and_restore_with_rule(rank: int, run: str, folder: str, hosts: int) -> tuple[int, str]:
+    def rule(values: Any) -> dict[str, int]:
+        raise AssertionError(f"asked for ranks {sorted(values)}")
+
+    with jobs.checkpoints_of(rank, run, folder, hosts) as checkpoints:
+        checkpoints.save(1, {"mine": holdfast.PerRank({"rank": rank}, merge=rule), "w": torch.ones(2)})
+        state = {"mine": holdfast.PerRank({"rank": -1}, merge=rule), "w": torch.zeros(2)}
+        report = checkpoints.restore_report(state)
+        assert report is not None
+        return int(state["mine"].value["rank"] == rank), report.path
+
+
 def test_a_given_step(cluster: Cluster) -> None:
     cluster.save(1, 2)
     cluster.save_locally(3)

@@ -5,15 +5,20 @@ It lists what the ranks of one host hold; the copies of all hosts together are t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
 
+from holdfast._core.layout.ranks import ranks_of
 from holdfast._core.ready import ready
+from holdfast.errors import BadInput
 
 ABOUT = "local_copy"
 SAVE = "save"
 """The key of `about` in the index of a run's step: the save that the step, and its local copies, are of."""
+
+_SAVE = re.compile("([0-9a-f]+)[.]([0-9]{1,18})")
 
 
 class LocalCopy(msgspec.Struct, frozen=True):
@@ -30,6 +35,8 @@ class LocalCopy(msgspec.Struct, frozen=True):
     step: int
     ranks: str
     """All participants of the save, in the format of `layout.ranks.ranks_text`."""
+    held_by: str
+    """Those of them that share the folder."""
     is_part: bool
     """Whether other hosts have parts of it."""
     base: str
@@ -49,16 +56,18 @@ class LocalCopy(msgspec.Struct, frozen=True):
 
 def number_of(save: str) -> tuple[str, int]:
     """Return the start and the number of a save; -1 if it was saved without local folders."""
-    start, _, number = save.rpartition(".")
-    return (start, int(number)) if start and number.isdecimal() else (save, -1)
+    match = _SAVE.fullmatch(save)
+    return (match[1], int(match[2])) if match else (save, -1)
 
 
 def read_copy(about: Mapping[str, object]) -> LocalCopy | None:
     """Return what an index says of a local copy; None if it is of none, or if that is garbled."""
     try:
-        return msgspec.convert(about[ABOUT], ready(LocalCopy))
-    except (LookupError, msgspec.ValidationError):
+        copy = msgspec.convert(about[ABOUT], ready(LocalCopy))
+        ranks_of(copy.ranks), ranks_of(copy.held_by)
+    except (LookupError, msgspec.ValidationError, BadInput):
         return None
+    return copy
 
 
 def save_of(about: Mapping[str, object]) -> str:

@@ -14,6 +14,7 @@ from holdfast._core.format.columns import Array, Columns
 from holdfast._core.format.index import Index
 from holdfast._core.format.local_copy import LocalCopy
 from holdfast._core.format.slice import read_origin
+from holdfast._core.layout.ranks import ranks_of
 
 
 class IndexSource:
@@ -64,3 +65,4 @@ class CopyOfStep(IndexSource):
     def __init__(self, index: Index, copy: LocalCopy) -> None:
         super().__init__(index)
         self.identity, self.fetched_for = copy.save, copy.held_for
+        self.about = {**index.about, "ranks": len(ranks_of(copy.ranks))}  # not only those of this host

@@ -201,7 +201,7 @@ class Checkpoints(RunFolder):
                 call=call,
                 include=include,
                 exclude=exclude,
-                strict=strict,
+                strict=strict or call.is_part,
                 cast=cast,
                 rename=rename,
                 on_shape=on_shape,

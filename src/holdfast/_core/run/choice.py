@@ -32,6 +32,8 @@ class Found(NamedTuple):
     """With local folders: the save of the newest durable step."""
     place: str = ""
     """Of a local copy: names it in messages between ranks, whose folders may have different paths."""
+    is_part: bool = False
+    """Of a local copy: whether other hosts have other parts."""
 
 
 def agree_on_copy(tier: LocalTier, step: int | None, call: Call, rejected: tuple[int, ...]) -> Found:
@@ -43,16 +45,17 @@ def agree_on_copy(tier: LocalTier, step: int | None, call: Call, rejected: tuple
 
     def choose(answers: dict[int, Json]) -> Json:
         copy, folder, durable = tier.choose(answers, step, rejected)
-        return [None, "", "", durable] if copy is None else [copy.step, copy.save, folder, durable]
+        if copy is None:
+            return [None, "", "", durable, False]
+        return [copy.step, copy.save, folder, durable, copy.is_part]
 
     run = tier.run.url
     title = f"choice of the newest step in the local folders of {run}"
     place = f"{run}|local|{step}|{rejected}|{sorted(tier.rejected)}"
-    number, save, folder, durable = agree(title, place, choose, call, tier.tell())
+    number, save, folder, durable, is_part = agree(title, place, choose, call, tier.tell())
     place = f"the local copies of {run}/{save}" if save else ""
-    return Found(
-        number, tier.store.child(folder) if folder else tier.store, True, save or durable, durable, place
-    )
+    store = tier.store.child(folder) if folder else tier.store
+    return Found(number, store, True, save or durable, durable, place, is_part)
 
 
 def agree_on_newest(run: Store, source: Store | None, call: Call, rejected: tuple[int, ...]) -> Found | None:

@@ -345,7 +345,7 @@ class RunFolder:
             chosen, store, place = found.step, found.store, found.place
             is_given = step is not None or store is self._source  # then there is nothing to choose
             try:
-                loaded = load(store, chosen, replace(call, place=place))
+                loaded = load(store, chosen, replace(call, place=place, is_part=found.is_part))
                 level = logging.INFO if leads else logging.DEBUG
                 if self._tier is not None:
                     self._tier.restored(found.save, found.durable)

@@ -26,7 +26,7 @@ from holdfast._core.format.local_copy import ABOUT, SAVE, LocalCopy, is_newer, r
 from holdfast._core.format.names import INDEX
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.old_steps import remove_step
-from holdfast._core.layout.ranks import ranks_text
+from holdfast._core.layout.ranks import ranks_of, ranks_text
 from holdfast._core.protocol.call import Call
 from holdfast._core.run.hosts import HERE, Start, meet_on_hosts, read_state, write_state
 from holdfast._core.run.owner import Lease, lease_of
@@ -90,8 +90,9 @@ class LocalTier:
         """Find out which ranks share a folder, once for the same ranks, which all call it. None if a folder
         can't be used."""
         if self._ranks != call.participants:
-            self._ranks, self._start = call.participants, None
+            self._start = None
             found = meet_on_hosts(self.store, self.run.url, call, self._newest)
+            self._ranks = call.participants
             if isinstance(found, str):
                 level = logging.WARNING if call.rank == call.participants[0] else logging.DEBUG
                 log.log(level, "local= is not used, so saves go to %s at once: %s", self.run.url, found)
@@ -139,6 +140,7 @@ class LocalTier:
             start=start.number,
             step=request.step,
             ranks=ranks_text(call.participants),
+            held_by=ranks_text(start.ranks),
             is_part=is_part,
             base=self._base,
             parent=self._parent,
@@ -194,6 +196,8 @@ class LocalTier:
             if not self._lease.is_held():
                 return
             replace_file(self.store, f"{name}/{DURABLE}", save.encode())
+            for before in [one for one, saved in [*self._saved.items()] if saved < number]:
+                self._saved.pop(before, None)
             for found in self.store.list():
                 folder = found.removesuffix("/")
                 if folder.startswith(HERE):  # of a rank that was killed
@@ -261,8 +265,12 @@ class LocalTier:
         for save in set.intersection(*map(set, of_rank)):
             copies = [msgspec.convert(one[save]["about"], LocalCopy) for one in of_rank]
             first = copies[0]
-            # What other ranks have saved may be missed by these; a complete copy misses nothing.
-            if any(copy.step != first.step or (copy.is_part and copy.ranks != everyone) for copy in copies):
+            # A part may lack what a rank wants that was elsewhere; a complete copy lacks nothing.
+            if any(
+                copy.step != first.step
+                or (copy.is_part and (copy.ranks != everyone or rank not in ranks_of(copy.held_by)))
+                for rank, copy in zip(told, copies, strict=True)
+            ):
                 continue
             was_durable = any(one[save]["durable"] for one in of_rank)
             if step not in (None, first.step) or not _counts(first, was_durable, durable, step):
