@@ -346,6 +346,43 @@ def save_and_restore_with_rule(rank: int, run: str, folder: str, hosts: int) -> 
         return int(state["mine"].value["rank"] == rank), report.path
 
 
+@pytest.mark.parametrize("who", [range(4), [3]])
+def test_uneven_shards_of_several_hosts_are_saved_to_the_run(cluster: Cluster, who: Any) -> None:
+    """Also if only one rank knows that they are uneven."""
+    for path, right in [result.get() for result in cluster.start(save_uneven, list(who))]:
+        assert cluster.short(path) == "run"
+        assert right
+    one = Cluster(cluster.folder / "one", hosts=1)
+    one.folder.mkdir()
+    for path, right in [result.get() for result in one.start(save_uneven, [1])]:
+        assert one.short(path) == "host-0"
+        assert right
+
+
+def save_uneven(rank: int, run: str, folder: str, hosts: int, who: list[int]) -> tuple[str, bool]:
+    world = jobs.dist.get_world_size()
+    lengths = [5, 3, 4, 2][:world]
+    before, total = sum(lengths[:rank]), sum(lengths)
+
+    def state(value: float) -> dict[str, Any]:
+        tensor = torch.arange(before, before + lengths[rank], dtype=torch.float32) + value
+        # The others take the line for an even one, whose parts begin at multiples of the first length.
+        shard = holdfast.Shard(tensor, (total,), (None,), position=rank)
+        assert shard.late is not None
+        if rank not in who:
+            shard.late = shard.late._replace(start=min(before, total - lengths[rank]))
+            shard.offset = (shard.late.start,)
+        return {"w": shard}
+
+    with jobs.checkpoints_of(rank, run, folder, hosts) as checkpoints:
+        pending = checkpoints.save(1, state(1.0))
+        assert pending is not None
+        path = pending.committed(20).path
+        restored = state(0.0)
+        assert checkpoints.restore_report(restored) is not None
+        return path, torch.equal(restored["w"].tensor, state(1.0)["w"].tensor)
+
+
 def test_a_given_step(cluster: Cluster) -> None:
     cluster.save(1, 2)
     cluster.save_locally(3)

@@ -23,7 +23,7 @@ from holdfast._core.protocol.operation import agree
 from holdfast._core.saving.holders import Holders
 from holdfast._core.saving.job import SaveJob, SaveReport
 from holdfast._core.saving.request import SaveRequest
-from holdfast.errors import BadInput, HoldfastError, RosterLost
+from holdfast.errors import BadInput, HoldfastError, RosterLost, SaveFailed
 
 log = logging.getLogger("holdfast")
 
@@ -89,6 +89,16 @@ class LocalSave(SaveJob):
             self._holders = Holders(self.table)
 
     def enter(self) -> None:
+        # The offsets of an uneven shard line follow from the lengths on all hosts. Ranks that know that it
+        # is uneven refuse, so that no other host's copy, with offsets of an even one, is of a whole step.
+        late = zip(self.table.specs, self.table.deferred, strict=True)
+        uneven = next((spec.name for spec, one in late if one is not None and one.start < 0), None)
+        if self.request.is_part and uneven is not None:
+            raise SaveFailed(
+                f"{self.request.title}: the place of rank {self.rank}'s part of {uneven!r} depends on ranks "
+                "of other hosts.",
+                rank=self.rank,
+            )
         super().enter()
         if self.commit is not None:
             self.commit.before = None  # the durable save warns if nothing has changed
