@@ -163,6 +163,10 @@ def test_budgets_of_requests(proxy: Proxy, place: str) -> None:
     assert len(proxy.requests()) <= 4 + 1
     holdfast.load(zeros(state()), f"{place}/it", job=ALONE)
     assert len(proxy.requests()) <= 2 + 1
+    holdfast.save(state(), f"{place}/step-00000001", job=ALONE)
+    proxy.requests()
+    holdfast.load(zeros(state()), f"{place}/step-00000001", job=ALONE)
+    assert len(proxy.requests()) <= 2 + 1 + 2  # its pin
     with holdfast.Checkpoints(f"{place}/run", keep=3, asynchronous=False, job=ALONE) as checkpoints:
         for step in range(1, 4):
             checkpoints.save(step, state(step))
@@ -170,6 +174,17 @@ def test_budgets_of_requests(proxy: Proxy, place: str) -> None:
             assert len(seen) <= 12 + 1, seen
         checkpoints.save(4, state(4))
         assert len(proxy.requests()) <= 12 + 1 + 12  # and step 1 is removed
+        with holdfast.open(f"{place}/run/step-00000002"):
+            proxy.requests()
+            checkpoints.save(5, state(5))
+            assert len(proxy.requests()) <= 12 + 1 + 12 + 6  # and step 2 is being read
+        proxy.requests()
+        checkpoints.save(6, state(6))
+        assert checkpoints.steps() == [4, 5, 6]
+    proxy.requests()
+    with holdfast.Checkpoints(f"{place}/run", asynchronous=False, job=ALONE) as checkpoints:
+        checkpoints.delete(6)
+        checkpoints.delete(5)
     proxy.requests()
     assert holdfast.latest(f"{place}/run") == f"{place}/run/step-00000004"
     assert len(proxy.requests()) == 2

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from holdfast._core.background.pending import Pending
 from holdfast._core.base.values import Json
 from holdfast._core.io.old_steps import is_removable, remove_step
+from holdfast._core.io.removal import finish_removals
 from holdfast._core.io.renamed import Rename
 from holdfast._core.loading.job import run_load_once
 from holdfast._core.loading.request import RAISE, LoadReport, LoadRequest
@@ -22,7 +23,7 @@ from holdfast._core.run.turns import one_at_a_time
 from holdfast._core.saving.job import SaveJob
 from holdfast._core.saving.request import PREVIOUS, SaveRequest
 from holdfast._core.state.flatten import flatten
-from holdfast._core.store.base import Store
+from holdfast._core.store.base import Store, capabilities
 from holdfast._core.store.run_folder import committed_folder, own_steps
 from holdfast.errors import BadInput, Conflict, NotCommitted
 
@@ -191,6 +192,8 @@ class Checkpoints(RunFolder):
         def remove(answers: dict[int, Json]) -> None:
             self._permit(call, lambda: None)
             with self._old.tidying:
+                if capabilities(self.store).pins:
+                    finish_removals(self.store)
                 there, folder = committed_folder(self.store, step), own_steps(self.store).get(step)
                 if there is None:
                     raise NotCommitted(f"{self.store.url} has no committed step {step}.")
