@@ -20,7 +20,7 @@ import torch
 import holdfast
 from holdfast._core.io import removal
 from holdfast._core.io.old_steps import remove_step
-from holdfast._core.store import object_client, object_publish, pin_files
+from holdfast._core.store import object_client, object_publish, pins
 from holdfast._core.store.base import Store
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
@@ -314,15 +314,15 @@ def test_a_pin_of_a_process_that_was_killed_expires_by_the_clock_of_the_storage(
     # No clock of this host decides: one that is a year ahead changes nothing.
     monkeypatch.setattr(time, "time", lambda: 4e9)
     assert not remove_step(store, folder(1))
-    monkeypatch.setattr(pin_files, "EXPIRES", 1.0)
+    monkeypatch.setattr(pins, "EXPIRES", 1.0)
     time.sleep(2.1)
     assert remove_step(store, folder(1))
     assert {path.split("/")[0] for path in objects(store)} == {folder(2)}
 
 
 def test_a_long_read_renews_its_pin(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pin_files, "RENEWED", 0.3)
-    monkeypatch.setattr(pin_files, "EXPIRES", 3.0)
+    monkeypatch.setattr(pins, "RENEWED", 0.3)
+    monkeypatch.setattr(pins, "EXPIRES", 3.0)
     save(run, 1)
     store = open_store(run)
     with closing(Pin(store.child(folder(1)))):

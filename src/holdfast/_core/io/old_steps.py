@@ -26,8 +26,7 @@ from holdfast._core.io.removal import finish_removals, named_by_index, remove_wi
 from holdfast._core.io.small_files import read_file
 from holdfast._core.store.base import Entry, Kind, Store, capabilities, look_at_files
 from holdfast._core.store.branches import is_left, left_behind
-from holdfast._core.store.pin_files import has_live_pin
-from holdfast._core.store.pins import unpinned
+from holdfast._core.store.pins import has_live_pin, unpinned
 from holdfast._core.store.publishing import HIDDEN
 from holdfast._core.store.retention import Retention, StepFacts
 from holdfast._core.store.run_folder import (

@@ -2,7 +2,7 @@
 
 1. A note in the run folder names the step's data files.
 2. The index is deleted: from then on nobody begins to read the step.
-3. Only then its pins are listed (`store.pin_files`). While one is live, data and note stay.
+3. Only then its pins are listed (`store.pins`). While one is live, data and note stay.
 4. The data is deleted, then the note.
 
 Whoever removes old steps of the run later goes on where a note shows that somebody has stopped. The names of
@@ -24,7 +24,7 @@ from holdfast._core.format.names import INDEX, REMOVED, is_data_file
 from holdfast._core.io.small_files import read_file
 from holdfast._core.ready import ready
 from holdfast._core.store.base import NotFound, Store
-from holdfast._core.store.pin_files import has_live_pin
+from holdfast._core.store.pins import has_live_pin
 from holdfast._core.store.run_folder import is_spelled_as_ours
 from holdfast.errors import HoldfastError
 
@@ -76,11 +76,18 @@ def finish_removals(store: Store) -> list[Note]:
     ended = []
     for path, note in notes_of(store):
         with suppress(HoldfastError):  # tried again later
-            if not set(named_by_index(store.child(note.folder))).isdisjoint(note.files):
-                store.delete(path)  # the remover was stopped before it had deleted the index
-            elif _delete_data(store, path, note):
+            if finish_removal(store, path, note):
                 ended.append(note)
     return ended
+
+
+def finish_removal(store: Store, path: str, note: Note) -> bool:
+    """Go on with a removal. Return whether the data is gone; not if it is being read, or if the index still
+    names it."""
+    if set(named_by_index(store.child(note.folder))).isdisjoint(note.files):
+        return _delete_data(store, path, note)
+    store.delete(path)  # the remover was stopped before it had deleted the index
+    return False
 
 
 def notes_of(store: Store) -> list[tuple[str, Note]]:

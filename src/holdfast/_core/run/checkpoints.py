@@ -90,6 +90,7 @@ class Checkpoints(RunFolder):
                 options=self._job.options,
                 # The committer calls it twice: before it begins, and right before it commits.
                 permit=partial(self._permit_save, call, step),
+                ended=self._lease.note_end,
                 after=lambda: self._retire(step),
             )
             return SaveJob(request)

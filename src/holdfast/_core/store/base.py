@@ -135,7 +135,7 @@ class Capabilities(NamedTuple):
     """Its `bounded(deadline)` returns the same folder as a store whose calls end by a deadline."""
     pins: bool = False
     """A file that was finished is in each later list, and the `modified` of small files is the time of their
-    last write, by one clock. So a small file can say that a step is being read (`pin_files`)."""
+    last write, by one clock. So a small file can say that a step is being read (`store.pins`)."""
     reopens: bool = False
     """`open_store(url)` opens it in the writer process, too. A thread of the trainer writes to others."""
 
