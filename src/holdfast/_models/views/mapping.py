@@ -179,6 +179,18 @@ def of_experts_turned(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[S
     return [Segment(whole(shape), names[0], (sizes["expert"], 0, 0), (2, 1), published)]
 
 
+def of_experts_joined_turned(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `of_experts_turned`, of a gate above its up projection: left of it, as published."""
+    return of_experts_turned(names, shape, sizes)
+
+
+def one_row(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """Published as the only row of a matrix."""
+    return [
+        Segment(whole(shape), names[0], (0,) * (len(shape) + 1), tuple(range(1, len(shape) + 1)), (1, *shape))
+    ]
+
+
 def of_experts_mixed(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """One expert's gate above its up; published, inputs lie along rows, and gate and up take turns along
     columns. A bias has columns only."""
@@ -204,9 +216,9 @@ def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
     if way in ("concat", "grouped", "gated"):
         return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
     # With too few axes, the result has too few as well, and `View.segments` refuses it.
-    if way in ("of_experts", "of_experts_joined"):
+    if way in ("of_experts", "of_experts_joined", "one_row"):
         return first[1:]
-    if way == "of_experts_turned":
+    if way in ("of_experts_turned", "of_experts_joined_turned"):
         return (*first[2:], *first[1:2])
     if way == "of_experts_mixed":
         return (*first[-1:], *first[1:-1])
@@ -266,6 +278,17 @@ def _stacked(sizes: Sizes) -> tuple[Dims, int]:
     return (key, key, sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]), 1
 
 
+def _mamba(sizes: Sizes) -> tuple[Dims, int]:
+    inner, heads = sizes["mamba_num_heads"] * sizes["mamba_head_dim"], sizes["mamba_num_heads"]
+    state = sizes["n_groups"] * sizes["ssm_state_size"]
+    return (inner, inner, state, state, heads), 1
+
+
+def _conv(sizes: Sizes) -> tuple[Dims, int]:
+    (_, *parts, _), heads = _mamba(sizes)
+    return tuple(parts), heads
+
+
 _HEADS: dict[str, tuple[Callable[[Sizes], tuple[Dims, int]], int, str]] = {
     "delta_query": (
         _by_key_heads,
@@ -291,9 +314,27 @@ _HEADS: dict[str, tuple[Callable[[Sizes], tuple[Dims, int]], int, str]] = {
     ),
     "stacked_key": (_stacked, 1, "As `stacked_query`: the keys."),
     "stacked_value": (_stacked, 2, "As `stacked_query`: the values."),
+    "mamba_gate": (
+        _mamba,
+        0,
+        "The gates (z) of a Mamba layer's input projection. Published, all gates stand above all inputs (x), "
+        "these above B, C and the time steps (dt).",
+    ),
+    "mamba_input": (_mamba, 1, "As `mamba_gate`: the inputs."),
+    "mamba_b": (_mamba, 2, "As `mamba_gate`: B."),
+    "mamba_c": (_mamba, 3, "As `mamba_gate`: C."),
+    "mamba_step": (_mamba, 4, "As `mamba_gate`: the time steps."),
+    "conv_input": (
+        _conv,
+        0,
+        "The inputs (x) of a Mamba layer's convolution. Published, all inputs stand above B, these above C.",
+    ),
+    "conv_b": (_conv, 1, "As `conv_input`: B."),
+    "conv_c": (_conv, 2, "As `conv_input`: C."),
 }
-"""By way, for gated delta nets: a function that returns the rows of each part of a head and the number of
-heads; the index of the part; and a description. In published tensors, the parts of a head are stacked."""
+"""By way, for gated delta nets and Mamba layers: a function that returns the rows of each part of a head and
+the number of heads; the index of the part; and a description. In published tensors, the parts of a head are
+stacked."""
 
 
 def _of_heads(way: str) -> Way:
@@ -336,6 +377,6 @@ def _share(rows: int, parts: int, names: Sequence[str]) -> int:
 
 _PLAIN = (
     *(same, joined, concat, grouped, grouped_joined, gated, padded, lowered),
-    *(of_experts, of_experts_joined, of_experts_turned, of_experts_mixed),
+    *(of_experts, of_experts_joined, of_experts_turned, of_experts_joined_turned, of_experts_mixed, one_row),
 )
 WAYS: dict[str, Way] = {way.__name__: way for way in _PLAIN} | {name: _of_heads(name) for name in _HEADS}

@@ -26,7 +26,7 @@ _OURS = ("embedding.", "decoder.", "output_layer.", "mtp.")
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
 _LAYER = re.compile(r"(?:\A|\.)layers\.(\d+)\.")
 _HOLES = re.compile(r"\{\w+\}")
-_GATED = ("joined", "concat", "of_experts_joined", "of_experts_mixed")
+_GATED = ("joined", "concat", "of_experts_joined", "of_experts_joined_turned", "of_experts_mixed")
 """Ways that put a gate above its up projection."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.[^.]+\.")
 """Prefix of optimizer states, before the parameter's name. A state has the parameter's shape."""
