@@ -360,7 +360,7 @@ def test_a_reader_that_may_not_write_gets_an_error_and_never_other_bytes(proxy: 
         proxy.rule = lambda *_: "pass"
         assert remove_step(open_store(run), folder(1))
         save(run, 1)  # again, with other objects
-        with pytest.raises(Replaced, match="or it may not write there"):
+        with pytest.raises(Replaced, match="or, as an object store, may not be written to"):
             reader["w"][...]
 
 

@@ -59,7 +59,9 @@ _AT_EXIT = 5.0
 """Seconds for which the end of a process waits for all deletions."""
 _NOW = "now-"
 """Begins the name of a file that is written to ask for the time."""
-NOT_PINNED = "Nothing kept the step for this reader: its storage has no locks, or it may not write there."
+NOT_PINNED = (
+    "Its storage has no locks that keep a step for a reader, or, as an object store, may not be written to."
+)
 
 
 class _Lockable(Reader, Protocol):
