@@ -30,6 +30,10 @@ OWNER = ".holdfast-owner.json"
 """In a run folder: the job that saves there."""
 LEFT = ".holdfast-left.json"
 """In a run folder: the steps that the run has left behind by going back to an older one."""
+PINS = ".holdfast-pins"
+"""In a step's folder, on stores without locks: a folder with a file for each reader of the step."""
+REMOVED = ".holdfast-removed"
+"""In a run folder, on stores without locks: a folder with a file for each step that is being removed."""
 EMBEDDED = "__holdfast__"
 """The entry of a data file that contains the file's own index."""
 # `\Z`, because `$` would also match before a newline at the end. Each part begins with a letter, a digit, `_`
@@ -42,6 +46,7 @@ _OWN_FILE = re.compile(
     r"((import-[0-9a-f]{16}-)?[0-9a-f]{12}-r[0-9]{5,}-)*"
     r"(import-[0-9a-f]{16}-)?[0-9a-f]{12}-r[0-9]{5,}(-[0-9]{3,})?\.safetensors\Z"
 )
+_ATTEMPT = re.compile(r"((?:import-[0-9a-f]{16}-)?[0-9a-f]{12})-r[0-9]{5,}[-.]")
 
 _FETCHED = "fetch-"
 
@@ -63,6 +68,12 @@ def data_file(attempt: str, rank: int, part: int) -> str:
     files of another."""
     suffix = f"-{part:03d}" if part else ""
     return f"{DATA}/{attempt}-r{rank:05d}{suffix}.safetensors"
+
+
+def attempt_of(path: str) -> str:
+    """Return the attempt that wrote a data file, by its name; "" if that does not say."""
+    match = _ATTEMPT.match(path.removeprefix(f"{DATA}/"))
+    return "" if match is None else match[1]
 
 
 def linked_file(attempt: str, rank: int, origin: str) -> str:

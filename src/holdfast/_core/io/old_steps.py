@@ -16,13 +16,17 @@ from holdfast._core.format.names import (
     INDEX,
     LEFT,
     METADATA,
+    PINS,
+    REMOVED,
+    is_data_file,
     is_named_by_save,
 )
 from holdfast._core.io.index_file import open_index
+from holdfast._core.io.removal import finish_removals, named_by_index, remove_with_note
 from holdfast._core.io.small_files import read_file
 from holdfast._core.store.base import Entry, Kind, Store, capabilities, look_at_files
 from holdfast._core.store.branches import is_left, left_behind
-from holdfast._core.store.pins import unpinned
+from holdfast._core.store.pins import has_live_pin, unpinned
 from holdfast._core.store.publishing import HIDDEN
 from holdfast._core.store.retention import Retention, StepFacts
 from holdfast._core.store.run_folder import (
@@ -72,6 +76,8 @@ def retire(
         return []
     passed = set() if passed is None else passed
     names = store.list()
+    if f"{REMOVED}/" in names:
+        finish_removals(store)
     left = left_behind(store) if LEFT in names else {}
     steps = [
         (step, folders)
@@ -115,11 +121,14 @@ def remove_step(store: Store, folder: str) -> bool:
     data. Return whether its folder was removed; a folder with other files in it stays.
 
     A step that is being read (pinned) is not changed, nor is one that is a link, or whose data folder or
-    index is a link.
+    index is a link. Without locks a reader may begin meanwhile: then its data stays, and `retire` goes on
+    later; what is returned is whether the data is gone, as there are no folders.
     """
     if is_linked(store, folder):
         return False
     step = store.child(folder)
+    if capabilities(store).pins:
+        return _remove_without_locks(store, step, folder)
     with unpinned(step) as free:
         if not free:
             log.info("%s is being read, and stays for now.", step.url)
@@ -135,6 +144,19 @@ def remove_step(store: Store, folder: str) -> bool:
     return step.remove()
 
 
+def _remove_without_locks(store: Store, step: Store, folder: str) -> bool:
+    present = step.list()
+    if f"{PINS}/" in present and has_live_pin(step):
+        log.info("%s is being read, and stays for now.", step.url)
+        return False
+    named: set[str] = set()
+    with suppress(HoldfastError):
+        named.update(named_by_index(step))
+    ours = own_names(step, named, present)
+    marks = sorted(set(ours) & {METADATA, INDEX, CONFIG})  # `.metadata` means nothing without the index
+    return remove_with_note(store, folder, marks, filter(is_data_file, ours))
+
+
 def old_files(step: Store) -> dict[str, Entry]:
     """Return the files that `remove_step` deletes. If the index can't be read, only files whose names are
     specific to Holdfast."""
@@ -144,11 +166,14 @@ def old_files(step: Store) -> dict[str, Entry]:
     return entries(step, own_names(step, named))
 
 
-def own_names(step: Store, named: Collection[str] = ()) -> list[str]:
+def own_names(step: Store, named: Collection[str] = (), present: list[str] | None = None) -> list[str]:
     """List Holdfast's files by name, in a step's folder and its data folder: files in `named`, files whose
-    names are specific to Holdfast, the index, and marker files for other tools with Holdfast's content."""
+    names are specific to Holdfast, the index, and marker files for other tools with Holdfast's content.
+
+    present: what the folder holds, if it was just listed.
+    """
     data = [path for name in step.list(DATA) if (path := f"{DATA}/{name}") in named or is_named_by_save(name)]
-    return data + [name for name in step.list() if _is_ours(step, name)]
+    return data + [name for name in (step.list() if present is None else present) if _is_ours(step, name)]
 
 
 def remove_marks(step: Store, but: Collection[str] = ()) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from holdfast._core.state.memory import torch_dtype
 from holdfast._core.state.structure import nest
 from holdfast._core.store.base import Folder, NotFound
 from holdfast._core.store.local import open_store
-from holdfast._core.store.pins import Pin
+from holdfast._core.store.pins import NOT_PINNED, Pin
 from holdfast.errors import BadInput, MissingTensors, Replaced
 
 if TYPE_CHECKING:
@@ -97,14 +97,15 @@ class StoredCheckpoint(Mapping[str, Any]):
 
     A mapping from names, in checkpoint order, to a `StoredTensor` or the value of an object. It reads on this
     process alone and keeps the index open until `close` or garbage collection. Until then, on storage with
-    file locks, neither `keep=` nor `prune` removes the step.
+    file locks and on object stores that it may write to, neither `keep=` nor `prune` removes the step.
     """
 
     def __init__(self, path: Folder, rename: Rename | None = None) -> None:
         check_rename(rename)
         self._store = open_store(path)
         with ExitStack() as opened:
-            self._pin = opened.enter_context(closing(Pin(self._store)))
+            self._pin = Pin(self._store)
+            opened.callback(self._pin.let_go)  # a finalizer must not wait for storage
             self._source: Source = opened.enter_context(open_source(self._store))
             if rename is not None:
                 self._source = Renamed(self._source, rename)
@@ -249,15 +250,16 @@ class StoredCheckpoint(Mapping[str, Any]):
         except NotFound as error:
             if is_still_there(self._store, self._source.identity):
                 raise file_missing(self._store, error) from None
-            no_locks = "" if self._pin.holds else "Its storage has no locks that keep a step for a reader. "
+            unpinned = "" if self._pin.holds else f"{NOT_PINNED} "
             raise Replaced(
                 f"{self.path} was removed or replaced while it was read.",
-                hint=no_locks + "Open it again, or a newer step.",
+                hint=unpinned + "Open it again, or a newer step.",
             ) from None
 
     def close(self) -> None:
         """Close the index. Later reads fail."""
         self._close()
+        self._pin.close()
 
     def __enter__(self) -> StoredCheckpoint:
         return self

@@ -26,7 +26,7 @@ class Version:
     def choose(self) -> Chosen:
         """Committer: choose the version that is there now, and keep it."""
         # Pinned on one rank only, and until all have read: file servers search a list of the locks of a file.
-        self._pin = Pin(self._store)
+        self._pin = Pin(self._store, self._operation.context.deadline)
         try:
             self._source = index = self._opened.enter_context(open_source(self._store))
             self._operation.cancel.check()  # the caller may have gone on without this thread

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from holdfast._core.background.pending import Pending
 from holdfast._core.base.values import Json
 from holdfast._core.io.old_steps import is_removable, remove_step
+from holdfast._core.io.removal import finish_removals
 from holdfast._core.io.renamed import Rename
 from holdfast._core.loading.job import run_load_once
 from holdfast._core.loading.request import RAISE, LoadReport, LoadRequest
@@ -25,7 +26,7 @@ from holdfast._core.run.turns import one_at_a_time
 from holdfast._core.saving.job import SaveJob
 from holdfast._core.saving.request import PREVIOUS, SaveRequest
 from holdfast._core.state.flatten import flatten
-from holdfast._core.store.base import Folder, Store
+from holdfast._core.store.base import Folder, Store, capabilities
 from holdfast._core.store.run_folder import committed_folder, own_steps
 from holdfast.errors import BadInput, Conflict, NotCommitted
 
@@ -135,6 +136,7 @@ class Checkpoints(RunFolder):
                 options=self._job.options,
                 # The committer calls it twice: before it begins, and right before it commits.
                 permit=partial(self._permit_save, call, step),
+                ended=self._lease.note_end,
                 after=lambda: self._retire(step),
             )
             return SaveJob(request) if self._tier is None else self._tier.save(self, request, self._takeover)
@@ -237,6 +239,8 @@ class Checkpoints(RunFolder):
         def remove(answers: dict[int, Json]) -> None:
             self._permit(call, lambda: None)
             with self._old.tidying:
+                if capabilities(self.store).pins:
+                    finish_removals(self.store)
                 there, folder = committed_folder(self.store, step), own_steps(self.store).get(step)
                 if there is None:
                     raise NotCommitted(f"{self.store.url} has no committed step {step}.")

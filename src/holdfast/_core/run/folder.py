@@ -295,13 +295,13 @@ class RunFolder:
         folder = newest_own_step(self.store, but=step)
         return None if folder is None else self.store.child(folder)
 
-    def _permit(self, call: Call, tick: Callable[[], None]) -> None:
+    def _permit(self, call: Call, tick: Callable[[], None], attempt: str = "") -> None:
         """Raise Conflict if the run folder is not this job's. Only the committer calls it."""
-        self._lease.hold(self, call.roster.job(), call.rank, self._takeover, tick)
+        self._lease.hold(self, call.roster.job(), call.rank, self._takeover, tick, attempt)
 
-    def _permit_save(self, call: Call, step: int, tick: Callable[[], None]) -> None:
+    def _permit_save(self, call: Call, step: int, tick: Callable[[], None], attempt: str) -> None:
         """Also note which steps the run leaves behind, if it has gone back to an older one."""
-        self._permit(call, tick)
+        self._permit(call, tick, attempt)
         if (origin := self._origin) is not None:
             with self._old.tidying:
                 origin.follow(self.store, step)

@@ -146,7 +146,7 @@ class LocalTier:
             parent=self._parent,
         )
 
-        def permit(tick: Callable[[], None]) -> None:
+        def permit(tick: Callable[[], None], attempt: str) -> None:
             self._lease.hold(user, call.roster.job(), call.rank, takeover, tick)
             with self._writing:  # several saves may be under way
                 state = read_state(self.store)
@@ -165,6 +165,7 @@ class LocalTier:
             is_part=is_part,
             may_be_empty=is_part,
             permit=permit,
+            ended=None,
             after=None,
         )
         then = partial(self._is_durable, name, number, copy.save, call.rank)

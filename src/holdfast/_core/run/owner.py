@@ -37,7 +37,8 @@ from holdfast._core.format.names import OWNER
 from holdfast._core.ready import ready
 from holdfast._core.roster.lost import by_kernel
 from holdfast._core.roster.process import Identity, this_process
-from holdfast._core.store.base import VERSION_BYTES, NotFound, Store
+from holdfast._core.run.attempts import Attempts
+from holdfast._core.store.base import VERSION_BYTES, NotFound, Store, capabilities
 from holdfast.errors import Conflict, HoldfastError
 
 log = logging.getLogger("holdfast")
@@ -71,6 +72,12 @@ class Owner(msgspec.Struct, frozen=True):
     """Whether this owner, or an earlier one, took the folder from an owner not known to have ended."""
     ended: bool = False
     """Whether it has released the folder."""
+    under_way: tuple[str, ...] = ()
+    """Attempts of saves that may still be committed (`attempts`)."""
+    void: tuple[str, ...] = ()
+    """Attempts that are known never to be committed: what they have left may be deleted."""
+    doubtful: tuple[str, ...] = ()
+    """Attempts of owners before this one that are not known to have ended."""
     version: str = ""
     """Random, new at each write: the last bytes of the file identify its version."""
 
@@ -88,18 +95,31 @@ class Lease:
         self._users: WeakSet[object] = WeakSet()
         self._lock = threading.Lock()
         self._mine: Owner | None = None
+        self._tail: bytes | None = None
+        """The version of the file, if it is known to be this process's."""
+        self._attempts = Attempts() if capabilities(store).pins else None
+        """Noted where `prune` can't tell by the times of files what is under way."""
         self._thread: threading.Thread | None = None
         self._calls: SimpleQueue[None] = SimpleQueue()
         """Wakes the thread. A SimpleQueue, because its `put` may be called by a finalizer at any point of any
         code."""
 
-    def hold(self, user: object, job: str, rank: int, takeover: bool, tick: Callable[[], None]) -> None:
+    def hold(
+        self,
+        user: object,
+        job: str,
+        rank: int,
+        takeover: bool,
+        tick: Callable[[], None],
+        attempt: str = "",
+    ) -> None:
         """Acquire or confirm the lease. Raises Conflict if another job has the folder, or has taken it over.
 
         user: an object that needs the folder until `leave`, or until it is garbage-collected.
         takeover: take the folder without waiting from an owner that is alive, or not known to have ended; but
             not from an owner that has taken it from this user.
         tick: called repeatedly while this waits.
+        attempt: of a save that begins or goes on; the file names it on return, where `prune` needs that.
         """
         with self._lock:
             is_new, alone = user not in self._users, not self._users
@@ -107,8 +127,13 @@ class Lease:
                 self._users.add(user)
                 # Wakes `_beat` if a user is garbage-collected without `leave`. At exit `_give_back` does it.
                 finalize(user, self._calls.put, None).atexit = False
+            notes = self._attempts is not None and bool(attempt) and self._attempts.begin(attempt)
+            if notes and self._rewrite():
+                return
             owner, tail = self._read()
             if self._mine is not None and _is_ours(owner):
+                if notes:
+                    self._write(self._mine, tail)
                 return
             # This process had the folder. A user created after the loss does not continue that lease.
             if self._mine is not None and not (is_new and (alone or takeover)):
@@ -118,9 +143,26 @@ class Lease:
                 self._wait_for_silence(owner, tick)
                 owner, tail = self._read()
             took = owner is not None and (owner.took or not _has_ended(owner))
+            if owner is not None and self._attempts is not None:
+                self._attempts.inherit(owner.under_way, owner.void, owner.doubtful, gone=is_gone(owner))
             # Replace only the version just read: if two jobs take over at once, one of them gets Conflict.
             self._write(_me(job, rank, took), tail)
             self._thread = start_thread(self._beat, "holdfast-owner", rank)
+
+    def _rewrite(self) -> bool:
+        """Write the file anew, if it is still this process's; without reading it, which saves a request."""
+        if self._mine is None or self._tail is None:
+            return False
+        with suppress(HoldfastError):
+            self._write(self._mine, self._tail)
+            return True
+        self._tail = None
+        return False
+
+    def note_end(self, attempt: str, committed: bool) -> None:
+        """Note how an attempt has ended; the next renewal writes it."""
+        if self._attempts is not None:
+            self._attempts.end(attempt, committed)
 
     def is_held(self) -> bool:
         """Return whether the folder is still this process's; False if that is unknown, so that nothing is
@@ -159,13 +201,14 @@ class Lease:
             )
 
     def _give_up(self) -> None:
-        mine, self._mine = self._mine, None
+        mine, self._mine, self._tail = self._mine, None, None
         self._calls.put(None)
         with suppress(HoldfastError):  # later jobs will see that this process has ended
             owner, tail = self._read()
             if not _is_ours(owner):
                 return
-            if mine is not None and mine.took:  # the previous owner may be alive, and must not find it free
+            # A previous owner that may be alive must not find it free; nor must what `prune` needs be lost.
+            if mine is not None and (mine.took or self._attempts):
                 self._publish(msgspec.structs.replace(mine, ended=True), tail)
             else:
                 self.store.delete(OWNER)
@@ -212,27 +255,37 @@ class Lease:
                     log.warning("The owner of %s could not be written: %s", self.store.url, error)
 
     def _read(self) -> tuple[Owner | None, bytes | None]:
-        """Read the owner and the version of the file; a damaged file has no owner."""
-        try:
-            reader = self.store.open(OWNER)
-        except NotFound:
-            return None, None
-        with closing(reader):
-            # Bounded, because the file may be damaged; an owner takes a few hundred bytes.
-            data = reader.read(0, 1 << 16)
-        try:
-            return msgspec.json.decode(data, type=ready(Owner)), data[-VERSION_BYTES:]
-        except NO_JSON:
-            return None, data[-VERSION_BYTES:]
+        return read_owner(self.store)
 
     def _write(self, owner: Owner, replacing: bytes | None) -> None:
-        self._publish(owner, replacing)
+        self._tail = None  # unknown after an error
+        self._tail = self._publish(owner, replacing)
         self._mine = owner
 
-    def _publish(self, owner: Owner, replacing: bytes | None) -> None:
+    def _publish(self, owner: Owner, replacing: bytes | None) -> bytes:
+        """Put the file in place; return its version."""
+        if self._attempts is not None:
+            owner = msgspec.structs.replace(owner, **self._attempts.noted())
         # `version` is the last field, so it is at the end of the file, where `publish` compares versions.
         owner = msgspec.structs.replace(owner, version=secrets.token_hex(VERSION_BYTES))
-        self.store.publish(OWNER, msgspec.json.encode(owner), replacing)
+        data = msgspec.json.encode(owner)
+        self.store.publish(OWNER, data, replacing)
+        return data[-VERSION_BYTES:]
+
+
+def read_owner(store: Store) -> tuple[Owner | None, bytes | None]:
+    """Read the owner of a run folder and the version of the file; a damaged file has no owner."""
+    try:
+        reader = store.open(OWNER)
+    except NotFound:
+        return None, None
+    with closing(reader):
+        # Bounded, because the file may be damaged; an owner takes a few hundred bytes, and 15 an attempt.
+        data = reader.read(0, 1 << 16)
+    try:
+        return msgspec.json.decode(data, type=ready(Owner)), data[-VERSION_BYTES:]
+    except NO_JSON:
+        return None, data[-VERSION_BYTES:]
 
 
 def _me(job: str, rank: int, took: bool) -> Owner:
@@ -262,16 +315,25 @@ def _has_ended(owner: Owner) -> bool:
     return owner.ended or _lives(owner) is False
 
 
+def is_gone(owner: Owner) -> bool:
+    """Return whether it is known that the owner's process has ended."""
+    return _lives(owner) is False or _is_earlier_start(owner)
+
+
+def _is_earlier_start(owner: Owner) -> bool:
+    # torchrun and Slurm end one start of a job before they begin the next.
+    env = read_environment()
+    return bool(owner.name and owner.name == env.job and owner.restarts < env.restarts)
+
+
 def _may_take(owner: Owner, job: str, url: str) -> bool:
     """Return whether the owner is this job, or is known to have ended. Raises Conflict if it is alive."""
-    env = read_environment()
     if owner.job == job or owner.ended:
         return True
     alive = _lives(owner)
     if alive:  # regardless of the name: two jobs can have the same
         raise _refusal(owner, url)
-    # torchrun and Slurm end one start of a job before they begin the next.
-    return alive is False or bool(owner.name and owner.name == env.job and owner.restarts < env.restarts)
+    return alive is False or _is_earlier_start(owner)
 
 
 def _lives(owner: Owner) -> bool | None:

@@ -126,6 +126,8 @@ class SaveJob:
         )
         self.is_committer = self.operation.context.is_committer
         self.commit: Commit | None = None
+        self._publishes = False
+        """Whether this rank has begun to put the index in place."""
         self.files: list[WrittenFile] = []
 
     @property
@@ -142,11 +144,13 @@ class SaveJob:
             # The index may be in place, so the data must stay.
             raise
         except HoldfastError as error:
+            self._tell_end(False)
             # Each live rank deletes its own files; those of dead ranks stay for `prune`.
             if (self.files or self.makes_folder) and not self.options.keep_failed:
                 # The next attempt is in the same folder.
                 clean_up(self.store, self.discard, self.makes_folder and not isinstance(error, IdleRanks))
             raise
+        self._tell_end(True)
         if self.options.link_unchanged:
             remember(self.store, self.rank, self.files)
         return SaveReport(
@@ -157,6 +161,12 @@ class SaveJob:
             operation.seconds(),
             operation.phases(),
         )
+
+    def _tell_end(self, committed: bool) -> None:
+        """Committer: say whether this attempt was committed. If its index was sent, an error proves too
+        little: the request may still arrive."""
+        if self.is_committer and self.request.ended is not None and (committed or not self._publishes):
+            self.request.ended(self.attempt, committed)
 
     # -- collect ----------------------------------------------------------------------------------
 
@@ -187,7 +197,7 @@ class SaveJob:
         if self.is_committer:
             if self.request.permit is not None:
                 # First of all: a job that doesn't own the run folder reads and writes nothing.
-                self.request.permit(self.operation.tick)
+                self.request.permit(self.operation.tick, self.attempt)
             self.commit = begin_commit(self.request, self.operation, self.grid)
 
     def row_digest(self) -> str | None:
@@ -251,10 +261,11 @@ class SaveJob:
         assert self.commit is not None
         if self.request.permit is not None:
             # Again, because another job may have taken over the run folder while the ranks wrote.
-            self.request.permit(self.operation.tick)
+            self.request.permit(self.operation.tick, self.attempt)
         # The caller may have gone on without this thread; then nothing may become visible.
         self.operation.cancel.check()
         with publishing(self.store.url):
+            self._publishes = True
             return self.commit.publish()
 
     def is_committed(self) -> bool:

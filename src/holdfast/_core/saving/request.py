@@ -28,7 +28,10 @@ class SaveRequest:
     objects_may_differ: if ranks have different objects under one name, save that of the lowest rank and
         warn (torch DCP does so without a warning); by default that is an error.
     previous: committer: returns the checkpoint to compare names with, if the folder has none yet.
-    permit: committer: raises if it may not save; called with a tick before it begins and before it commits.
+    permit: committer: raises if it may not save; called with a tick and the name of the attempt, before it
+        begins and before it commits.
+    ended: committer: called with the name of the attempt, and whether it was committed, once that is known.
+        Must not raise.
     may_be_empty: whether all ranks may have nothing to save (torch DCP accepts that).
     mark: committer: called once the save is committed, before others may move it. Must not raise.
     is_part: the participants hold only a part of the tensors, so these may have gaps.
@@ -54,7 +57,8 @@ class SaveRequest:
     options: Options = field(default_factory=Options)
     objects_may_differ: bool = False
     previous: Callable[[], Store | None] | None = None
-    permit: Callable[[Callable[[], None]], None] | None = None
+    permit: Callable[[Callable[[], None], str], None] | None = None
+    ended: Callable[[str, bool], None] | None = None
     may_be_empty: bool = False
     is_part: bool = False
     mark: Callable[[], None] | None = None

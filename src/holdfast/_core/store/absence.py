@@ -8,7 +8,18 @@ from contextlib import suppress
 from difflib import get_close_matches
 from typing import TypeAlias
 
-from holdfast._core.format.names import DATA, INDEX, LEFT, METADATA, OWNER, SLICE, TRAINER_STATE, is_fetched
+from holdfast._core.format.names import (
+    DATA,
+    INDEX,
+    LEFT,
+    METADATA,
+    OWNER,
+    PINS,
+    REMOVED,
+    SLICE,
+    TRAINER_STATE,
+    is_fetched,
+)
 from holdfast._core.store.base import FOLDERS, Store, capabilities
 from holdfast._core.store.local import open_store
 from holdfast._core.store.run_folder import (
@@ -39,7 +50,7 @@ def explain_fresh_start(store: Store) -> str:
     fresh = f"No step is restored from {store.url}, so the run starts fresh"
     if store.stat() is None:
         return f"{fresh}: the folder does not exist{_near(store)}."
-    names = [name for name in store.list() if name not in (OWNER, LEFT)]
+    names = [name for name in store.list() if name not in (OWNER, LEFT, f"{REMOVED}/")]
     shown = ", ".join(
         f"{name} (never committed)" if step_of(name.rstrip("/")) is not None else name
         for name in names[:_SHOWN]
@@ -67,6 +78,8 @@ def _why(store: Store) -> Reason:
     if entry.kind not in FOLDERS:
         return "it is a file, not a folder", "Give the folder that the index lies in."
     names = store.list()
+    if names == [f"{PINS}/"]:
+        return _missing(store)  # the pin is the one of the reader that gets this answer
     for explain in _EXPLAINED:
         reason = explain(store, names)
         if reason is not None:

@@ -133,6 +133,9 @@ class Capabilities(NamedTuple):
     """How many bytes one read takes at most: more where a request costs as much time as many bytes."""
     bounded: bool = False
     """Its `bounded(deadline)` returns the same folder as a store whose calls end by a deadline."""
+    pins: bool = False
+    """A file that was finished is in each later list, and the `modified` of small files is the time of their
+    last write, by one clock. So a small file can say that a step is being read (`store.pins`)."""
     reopens: bool = False
     """`open_store(url)` opens it in the writer process, too. A thread of the trainer writes to others."""
 

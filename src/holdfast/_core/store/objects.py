@@ -1,8 +1,8 @@
 """Folders of object stores: s3://, gs://, az://. A file is an object; its key is the path in the bucket.
 
-There are no folders in a bucket: one is there while an object is in it. Nor are there links or locks, and no
-time of an object decides anything. `object_publish` says how a file is published, `object_writer` how one is
-written.
+There are no folders in a bucket: one is there while an object is in it. Nor are there links or locks, and of
+the times of objects only those of pins decide anything. `object_publish` says how a file is published,
+`object_writer` how one is written.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ class ObjectStore:
         at_once=True,
         reads=16 << 20,
         bounded=True,
+        pins=True,
     )
 
     def __init__(self, client: Client, prefix: str, deadline: Deadline | None = None) -> None:

@@ -1,21 +1,36 @@
 """Pins: no process removes a checkpoint as an old step (`keep=`, `prune --keep`) while another one reads it.
 
-A pin is a shared lock on the index. A process that removes a step first takes an exclusive lock on its index,
-and skips the step if that fails. A lock ends with the process that holds it, so no pin outlives a crash; on
-NFS it ends with the lease of the host. Locks are visible on other hosts only if the file system supports
-that. Without support for locks nothing is pinned, and an old step may be removed while it is read.
+On stores with locks, a pin is a shared lock on the index. A process that removes a step first takes an
+exclusive lock on its index, and skips the step if that fails. A lock ends with the process that holds it, so
+no pin outlives a crash; on NFS it ends with the lease of the host. Locks are visible on other hosts only if
+the file system supports that.
+
+On object stores (`Capabilities.pins`) a pin is a small file in the step's folder. A reader writes it before
+it opens the index, and deletes it at its end. A process that removes a step deletes the index first, and then
+lists these files. As lists are never late, either the reader finds no index, or the remover finds the
+reader's file, and leaves the data. A reader that was killed leaves its file behind. So a file counts only
+while it is young, by the clock of the storage: a file that the remover has just written tells what time it is
+there. Longer reads renew theirs. A process that stands still for longer than that gets an error, once its
+data is gone, and never wrong bytes.
+
+With neither nothing is pinned, and an old step may be removed while it is read.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import cache
 from typing import Protocol, cast
+from weakref import WeakSet
 
-from holdfast._core.base.deadline import REAL_CLOCK
-from holdfast._core.format.names import INDEX
-from holdfast._core.store.base import Reader, Store, capabilities
+from holdfast._core.base.deadline import REAL_CLOCK, Deadline
+from holdfast._core.base.threads import start_thread
+from holdfast._core.format.names import INDEX, PINS
+from holdfast._core.store.base import Reader, Store, bounded, capabilities, look_at_files
 from holdfast._core.store.filesystem import (
     FIRST_PAUSE,
     PATIENCE,
@@ -27,10 +42,26 @@ from holdfast._core.store.filesystem import (
     open_to_lock,
     unlock,
 )
-from holdfast.errors import HoldfastError
+from holdfast._core.store.run_folder import is_spelled_as_ours
+from holdfast.errors import HoldfastError, StorageError
 
 _PIN = 1
 """The byte of the index to lock; byte 0 is locked by publishing."""
+RENEWED = 120.0
+"""Seconds after which a reader writes its file anew."""
+EXPIRES = 900.0
+"""Seconds, by the storage's clock, for which a file counts: several renewals may fail."""
+REQUEST = 20.0
+"""Seconds for a request for a pin: a reader can do without one."""
+_DELETED_WITHIN = 1.0
+"""Seconds for which the end of a read waits for the deletion."""
+_AT_EXIT = 5.0
+"""Seconds for which the end of a process waits for all deletions."""
+_NOW = "now-"
+"""Begins the name of a file that is written to ask for the time."""
+NOT_PINNED = (
+    "Its storage has no locks that keep a step for a reader, or, as an object store, may not be written to."
+)
 
 
 class _Lockable(Reader, Protocol):
@@ -45,11 +76,22 @@ def _open(store: Store) -> _Lockable:
 
 
 class Pin:
-    """Keeps the checkpoint in a folder until `close`. Has no effect if the folder has no Holdfast index."""
+    """Keeps the checkpoint in a folder until `close`. Has no effect if the folder has no Holdfast index, or
+    if it can't be pinned.
 
-    def __init__(self, store: Store) -> None:
+    Open the index after that. deadline: of the call that reads.
+    """
+
+    def __init__(self, store: Store, deadline: Deadline | None = None) -> None:
         self._reader: _Lockable | None = None
+        self._file: _PinFile | None = None
         self._pid = os.getpid()
+        # Folders with other names are no steps of a run, so nothing removes them as old ones.
+        if capabilities(store).pins and is_spelled_as_ours(store.url.rstrip("/").rpartition("/")[2]):
+            seconds = REQUEST if deadline is None else min(REQUEST, deadline.left())
+            # A reader may have no right to write: it reads all the same, and gets an error if the step goes.
+            with suppress(HoldfastError):
+                self._file = _PinFile(store, seconds)
         if not capabilities(store).locks:
             return
         ends = REAL_CLOCK.now() + PATIENCE
@@ -59,7 +101,7 @@ class Pin:
 
     @property
     def holds(self) -> bool:
-        return self._reader is not None
+        return self._reader is not None or self._file is not None
 
     def _try(self, reader: _Lockable) -> None:
         try:
@@ -73,6 +115,14 @@ class Pin:
                 REAL_CLOCK.sleep(FIRST_PAUSE)
 
     def close(self) -> None:
+        self.let_go()
+        if self._file is not None:
+            self._file.close()
+
+    def let_go(self) -> None:
+        """Close it without waiting for storage, as in a finalizer."""
+        if self._file is not None:
+            self._file.let_go()
         reader, self._reader = self._reader, None
         if reader is not None:
             # Closing does not unlock the file if a fork has inherited the descriptor. The fork itself must
@@ -83,7 +133,11 @@ class Pin:
 
 
 def is_pinned(store: Store) -> bool:
-    """Return whether the checkpoint in a folder is pinned, without locking it."""
+    """Return whether the checkpoint in a folder is pinned, without locking it. On stores without locks the
+    pin of a process that was killed counts until the step is removed: nothing is written to find that out."""
+    if capabilities(store).pins:
+        with suppress(HoldfastError):
+            return bool(store.list(PINS))
     if not capabilities(store).locks:
         return False
     with suppress(HoldfastError), closing(_open(store)) as reader:
@@ -107,3 +161,115 @@ def unpinned(store: Store) -> Iterator[bool]:
         yield lock(fd, _PIN, alone=True)
     finally:
         close_quietly(fd)
+
+
+# -- on stores without locks ---------------------------------------------------------------------
+
+
+class _PinFile:
+    """A pin. Raises StorageError if it can't be written."""
+
+    def __init__(self, store: Store, seconds: float = REQUEST) -> None:
+        self._store, self._pid = store, os.getpid()
+        self._reads = threading.Lock()
+        """Held while the step is read. A finalizer may release it at any point of any code."""
+        self._reads.acquire()
+        self._ended = threading.Event()
+        self._name = _write(bounded(store, Deadline(seconds)), "")
+        try:
+            start_thread(self._keep, "holdfast-pin")
+        except HoldfastError:
+            self._delete()
+            raise
+        _register()
+        _live.add(self)
+
+    def _keep(self) -> None:
+        # All but the first request on one thread, so that no renewal comes after the deletion.
+        while True:
+            if self._reads.acquire(timeout=RENEWED):
+                self._delete()
+                self._ended.set()
+                return
+            with suppress(StorageError):  # the next renewal may succeed
+                before, self._name = self._name, _write(self._bounded(), "")
+                self._bounded().delete(before)
+
+    def _delete(self) -> None:
+        with suppress(HoldfastError):  # then it counts until it expires
+            self._bounded().delete(self._name)
+
+    def _bounded(self) -> Store:
+        return bounded(self._store, Deadline(REQUEST))
+
+    def let_go(self) -> None:
+        """Have it deleted, without waiting for that."""
+        if self._pid == os.getpid():  # a fork has no thread, and its parent still reads
+            with suppress(RuntimeError):  # a second time
+                self._reads.release()
+
+    def close(self, seconds: float = _DELETED_WITHIN) -> None:
+        """Delete it. Does not wait for longer than this."""
+        if self._pid == os.getpid():
+            self.let_go()
+            self._ended.wait(seconds)
+
+
+_live: WeakSet[_PinFile] = WeakSet()
+"""The pins of this process that are or were held."""
+
+
+@cache
+def _register() -> None:
+    atexit.register(_give_back)
+
+
+def _give_back() -> None:
+    """At exit: delete all, if storage responds."""
+    pins, ends = list(_live), REAL_CLOCK.now() + _AT_EXIT
+    for pin in pins:
+        pin.let_go()
+    for pin in pins:
+        pin.close(max(ends - REAL_CLOCK.now(), 0.0))
+
+
+def _write(store: Store, prefix: str) -> str:
+    """Write a file with a new name that begins so; return its path."""
+    path = f"{PINS}/{prefix}{os.urandom(8).hex()}"
+    writer = store.create(path)
+    try:
+        writer.write_at(0, [b"{}"])
+        writer.finish()
+    except BaseException:
+        writer.discard()
+        raise
+    return path
+
+
+def has_live_pin(store: Store) -> bool:
+    """Return whether a process reads the step in a folder. If none does, deletes what others have left.
+    Raises StorageError if storage does not tell."""
+    paths = [f"{PINS}/{name}" for name in store.list(PINS)]
+    if not paths:
+        return False
+    asked = _write(store, _NOW)
+    try:
+        look = look_at_files(store, [asked, *paths])
+        found, now = {path: look(path) for path in paths}, look(asked)
+    finally:
+        with suppress(StorageError):
+            store.delete(asked)
+    if now is None:
+        raise StorageError(f"{store.url}/{asked} was written, and is not there.")
+    counts = {
+        path
+        for path, entry in found.items()
+        if entry is not None
+        and now.modified - entry.modified < EXPIRES
+        and not path.startswith(f"{PINS}/{_NOW}")
+    }
+    for path, entry in found.items():
+        # Another remover that asks for the time at this moment tries again later.
+        if entry is not None and path not in counts and not counts:
+            store.delete(path)
+    return bool(counts)

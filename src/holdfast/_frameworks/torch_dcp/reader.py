@@ -67,7 +67,7 @@ class HoldfastReader(StorageReader):
         # Pinned until the data is read, or this reader is garbage-collected.
         self._release()
         store = open_store(self._path)
-        self._release = finalize(self, Pin(store).close)
+        self._release = finalize(self, Pin(store).let_go)
         with open_source(store) as source:
             described = describe(source.select())
         planned = {name: (name,) for name in described}

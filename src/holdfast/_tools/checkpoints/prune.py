@@ -9,6 +9,8 @@ These rules keep it safe:
 - Links are not followed, and are kept. Only files with Holdfast's own names, or listed in an index, are
   removed, and only folders with Holdfast's names of steps, once they are empty.
 - The folder of another format's checkpoint is kept.
+- In object stores no age tells what a running save has written. There a file that no index names is removed
+  only if the owner file of the run lists its attempt as one that is never committed (`_core.run.leftovers`).
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from collections.abc import Collection
 
 import msgspec
 
-from holdfast._core.format.names import CONFIG, DATA, INDEX, METADATA
+from holdfast._core.format.names import CONFIG, DATA, INDEX, METADATA, attempt_of
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.old_steps import entries, old_files, own_names, remove_step
+from holdfast._core.io.removal import finish_removal, named_by_index, notes_of
+from holdfast._core.run.leftovers import Leftovers
 from holdfast._core.store.absence import nothing_there
 from holdfast._core.store.base import FOLDERS, Entry, Folder, Kind, Store, capabilities
 from holdfast._core.store.branches import is_left, left_behind
 from holdfast._core.store.local import open_store
+from holdfast._core.store.pins import has_live_pin, is_pinned
 from holdfast._core.store.publishing import HIDDEN
 from holdfast._core.store.run_folder import all_step_folders, is_linked, is_spelled_as_ours
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
@@ -67,6 +72,7 @@ class Pruned(msgspec.Struct, frozen=True):
 class _Sweep:
     def __init__(self, store: Store, older_than: float, dry_run: bool) -> None:
         self.store, self.dry_run = store, dry_run
+        self.has_folders = capabilities(store).folders
         # Only here are file times compared with a clock of this host (docs/failure-model.md, Clocks).
         self.before = time.time() - older_than
         self.removed: list[Removed] = []
@@ -75,6 +81,15 @@ class _Sweep:
         """Folders of the committed steps whose index can be read, with their step."""
         self.busy: set[str] = set()
         """Folders that a running save may be writing to."""
+
+    def _split(self, folder: str, left: dict[str, Entry]) -> dict[str, Entry]:
+        """Return which left-overs of a folder may be removed; note why others stay."""
+        # All or none: ranks of a running save finish at different times, so its first files may be old.
+        if any(_newest_time(entry) > self.before for entry in left.values()):
+            self.busy.add(folder)
+            self.skipped.append(Skipped(folder, "a file in it is young, so a save may be running"))
+            return {}
+        return left
 
     def top(self) -> None:
         """Remove files in the run folder itself that were never renamed to their final name."""
@@ -108,14 +123,9 @@ class _Sweep:
             self.skipped.append(Skipped(folder, f"its index can't be read: {error.message}"))
             return
         left = entries(step_store, (name for name in names if name not in named))
-        # All or none: ranks of a running save finish at different times, so its first files may be old.
-        if any(_newest_time(entry) > self.before for entry in left.values()):
-            self.busy.add(folder)
-            self.skipped.append(Skipped(folder, "a file in it is young, so a save may be running"))
-            return
-        for name, entry in left.items():
+        for name, entry in self._split(folder, left).items():
             self._remove(f"{folder}/{name}", _freed(entry), why)
-        if folder not in self.good:
+        if folder not in self.good and folder not in self.busy and self.has_folders:
             self._remove_folder(folder, left)
 
     def _remove(self, path: str, size: int, why: str) -> None:
@@ -163,10 +173,13 @@ class _Sweep:
             size = sum(_freed(entry) for name, entry in files.items() if f"{folder}/{name}" not in gone)
             others = self._others(folder, files)
             if not self.dry_run:
-                remove_step(self.store, folder)
+                data_gone = remove_step(self.store, folder) or self.has_folders
                 if self.store.stat(f"{folder}/{INDEX}") is not None:
-                    self.skipped.append(Skipped(folder, "it is being read"))
+                    self.skipped.append(Skipped(folder, _READ))
                     continue
+                if not data_gone:
+                    self.skipped.append(Skipped(folder, f"{_READ}; its index is removed, and its data later"))
+                    size = 0
             # Also in a dry run: `kept` lists the steps that would remain.
             del self.good[folder]
             why = (
@@ -175,6 +188,55 @@ class _Sweep:
             self.removed.append(Removed(folder, why, size))
             if others:
                 self.skipped.append(Skipped(folder, _OTHERS))
+
+
+class _ObjectSweep(_Sweep):
+    """In a store where times of files tell nothing."""
+
+    def __init__(self, store: Store, older_than: float, dry_run: bool) -> None:
+        super().__init__(store, older_than, dry_run)
+        self._known = Leftovers(store)
+        self._noted: set[str] = set()
+        """Data files of removed steps, with their folders."""
+
+    def top(self) -> None:
+        """Go on with removals of steps that were stopped, or waited for a reader."""
+        for path, note in notes_of(self.store):
+            if named_by_index(self.store.child(note.folder)):
+                continue  # it was not removed, or saved again: `keep=` decides
+            self._noted.update(f"{note.folder}/{name}" for name in note.files)
+            if self._is_read(note.folder):
+                self.skipped.append(Skipped(note.folder, _READ))
+                continue
+            if not self.dry_run:
+                finish_removal(self.store, path, note)
+            self.removed.append(Removed(note.folder, "its removal was not finished", 0))
+
+    def _is_read(self, folder: str) -> bool:
+        # In a dry run nothing is written, so the pin of a process that was killed counts, too.
+        step = self.store.child(folder)
+        return is_pinned(step) if self.dry_run else has_live_pin(step)
+
+    def _split(self, folder: str, left: dict[str, Entry]) -> dict[str, Entry]:
+        attempts: dict[str, list[str]] = {}
+        for name in left:
+            if f"{folder}/{name}" not in self._noted:
+                attempts.setdefault(attempt_of(name), []).append(name)
+        going: dict[str, Entry] = {}
+        for attempt, names in attempts.items():
+            if why := self._known.why_kept(attempt):
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                self.skipped.append(Skipped(f"{folder}/{names[0]}{more}", why))
+            else:
+                going.update((name, left[name]) for name in names)
+        # After the index was read: a reader may still have one that named them.
+        if going and self._is_read(folder):
+            self.skipped.append(Skipped(folder, _READ))
+            return {}
+        return going
+
+
+_READ = "it is being read"
 
 
 def _newest_time(entry: Entry) -> float:
@@ -192,12 +254,15 @@ def prune(run: Folder, keep: int | None = None, older_than: float = HOUR, dry_ru
     keep: also remove all but the newest `keep` committed steps. older_than: seconds; younger left-overs stay.
     """
     store = open_store(run)
+    kind: type[_Sweep] = _Sweep
     if not capabilities(store).times:
-        raise BadInput(
-            f"{store.url} can't be pruned: in its store the files of a running save look like left-overs, as "
-            "no time of theirs can be relied on.",
-            hint="Checkpoints(keep=...) removes old steps there. docs/storage.md: what removes left-overs.",
-        )
+        if not capabilities(store).pins:
+            raise BadInput(
+                f"{store.url} can't be pruned: in its store the files of a running save look like "
+                "left-overs: no time of theirs can be relied on.",
+                hint="Checkpoints(keep=...) removes old steps there.",
+            )
+        kind = _ObjectSweep
     entry = store.stat()
     if entry is None or entry.kind not in FOLDERS:
         raise BadInput(f"{store.url} " + ("does not exist." if entry is None else "is a file, not a folder."))
@@ -205,7 +270,7 @@ def prune(run: Folder, keep: int | None = None, older_than: float = HOUR, dry_ru
         raise BadInput(
             f"{store.url} is a checkpoint, not a run folder.", hint="Give the folder that its steps lie in."
         )
-    sweep = _Sweep(store, older_than, dry_run)
+    sweep = kind(store, older_than, dry_run)
     sweep.top()
     steps = all_step_folders(store)
     for step, folder in steps:
