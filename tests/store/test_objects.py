@@ -246,6 +246,37 @@ def test_a_server_that_ignores_conditions_is_refused(
         liar.close()
 
 
+def test_a_request_without_an_answer_proves_no_condition(
+    server: int, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    liar = Proxy(server, lies)
+    for name, value in s3_environment(liar.port).items():
+        monkeypatch.setenv(name, value)
+    tries: list[str] = []
+
+    def rule(method: str, path: str, query: str, number: int) -> str:
+        tries.extend([path] if method == "PUT" and object_publish.PROBE in path else [])
+        return "drop" if method == "PUT" and object_publish.PROBE in path and len(tries) == 2 else "pass"
+
+    liar.rule = rule
+    try:
+        with pytest.raises(StorageError, match="its server ignores conditions of writes"):
+            open_store(place).publish("index", b"1" * 64, None)
+        assert len(tries) == 3
+        assert open_store(place).list() == []
+    finally:
+        liar.close()
+
+
+def test_a_trial_without_an_answer_is_no_doubt_about_the_index(proxy: Proxy, place: str, hasty: None) -> None:
+    proxy.rule = lambda method, path, query, number: "drop" if object_publish.PROBE in path else "pass"
+    with pytest.raises(StorageError, match="could not be tried before the first publishing") as caught:
+        open_store(place).publish("index", b"1" * 64, None)
+    assert type(caught.value) is StorageError
+    proxy.rule = lambda *_: "pass"
+    assert open_store(place).list() == []
+
+
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "s3://user:very-secret@bucket/x", "s3://bucket/../x"])
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(BadInput) as caught:
