@@ -45,9 +45,14 @@ def test_an_expectation_that_does_not_hold_fails_the_drill(
     assert "**not so**" in page.read_text()
 
 
-def test_healthy_jobs_go_on_under_torchrun_as_they_do_in_stock() -> None:
-    """Late, alone at the end, and in a handler of a signal; the seconds are the drill's to judge."""
-    rows = must_go_on.run(("late", "exports", "emergency"))
+@pytest.mark.parametrize(
+    "jobs",
+    [("late", "emergency"), pytest.param(("late", "exports"), marks=pytest.mark.soak)],
+    ids=" and ".join,
+)
+def test_healthy_jobs_go_on_under_torchrun_as_they_do_in_stock(jobs: tuple[str, ...]) -> None:
+    """Late, in a handler of a signal, and alone at the end; the seconds are the drill's to judge."""
+    rows = must_go_on.run(jobs)
     assert [check for row in rows for check in row.checks[:2] if not check.held] == [], rows
     assert "has waited 1 s for rank 1" in rows[0].ours.message
 

@@ -92,7 +92,7 @@ def steps_of(run: Path) -> list[int]:
         return made.steps()
 
 
-@pytest.mark.parametrize("points", [4, pytest.param(60, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("points", [2, pytest.param(60, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize(
     ("kind", "victim", "in_flight"),
     [(KeyboardInterrupt, 0, 1), (KeyboardInterrupt, 1, 2), (MemoryError, 1, 1), (MemoryError, 0, 2)],

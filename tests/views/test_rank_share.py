@@ -55,6 +55,8 @@ def specs_of(view: View) -> dict[str, TensorSpec]:
                 shape: tuple[int, ...] = (rows,) if vector else (rows, 16)
                 if entry.rule.way.startswith("of_experts"):
                     shape = (4, *shape)
+                if entry.rule.way == "one_row":
+                    shape = (1, *shape)
                 for name in view.rule(entry, {"layer": layer, "expert": expert})[1]:
                     if ".k_proj." in name or ".v_proj." in name:
                         shape = (8, *shape[1:])

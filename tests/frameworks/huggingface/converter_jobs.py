@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ BRIDGES = {
     "gemma3_text": "gemma.gemma3_bridge.Gemma3ModelBridge",
     "gemma3": "gemma_vl.gemma3_vl_bridge.Gemma3VLBridge",
     "nemotron": "nemotron.nemotron_bridge.NemotronBridge",
+    "ernie4_5_moe": "ernie.ernie_45_bridge.Ernie45Bridge",
+    "glm_moe_dsa": "glm_moe_dsa.glm5_bridge.GLM5Bridge",
 }
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 """Beginnings of published names of parts that are not converted."""
@@ -26,11 +29,16 @@ SIZES = SimpleNamespace(
 )
 
 
-def compare(rank: int, name: str, folder: str) -> tuple[int, list[str], list[str]]:
+def compare(rank: int, name: str, folder: str) -> tuple[int, list[str], list[str]] | None:
     """Convert a folder, and load it; return how many tensors that makes, the names of those that differ, and
-    published ones that the conversion has not used."""
+    published ones that the conversion has not used. None if the installed version has no such converter."""
+    module, _, cls = BRIDGES[name].rpartition(".")
+    try:
+        bridge: Any = getattr(import_module(f"megatron.bridge.models.{module}"), cls)()
+    except ModuleNotFoundError:
+        return None
     there = weights(Path(folder))
-    converted, used = _by_bridge(name, there)
+    converted, used = _by_bridge(bridge, there)
     state = {key: torch.zeros_like(value) for key, value in converted.items()}
     holdfast.load(state, folder, job=holdfast.Job(no_dist=True))
     unlike = [key for key, value in converted.items() if not torch.equal(value, state[key])]
@@ -38,27 +46,46 @@ def compare(rank: int, name: str, folder: str) -> tuple[int, list[str], list[str
     return len(converted), unlike, sorted(unused)
 
 
-def _by_bridge(name: str, there: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
-    module, _, cls = BRIDGES[name].rpartition(".")
-    bridge: Any = getattr(import_module(f"megatron.bridge.models.{module}"), cls)()
+def _by_bridge(bridge: Any, there: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
     kinds = import_module("megatron.bridge.models.conversion.param_mapping")
+    bridge.hf_config = SimpleNamespace(num_hidden_layers=4, num_nextn_predict_layers=0)
     converted: dict[str, torch.Tensor] = {}
     used: set[str] = set()
     for mapping in bridge.mapping_registry().mappings:
         names = mapping.hf_param if isinstance(mapping.hf_param, dict) else {"": mapping.hf_param}
-        for layer in range(4) if "*" in mapping.megatron_param else (0,):
-            sources = {part: given.replace("*", str(layer)) for part, given in names.items()}
+        # As checkpoints name experts that a layer keeps in one module.
+        ours = mapping.megatron_param.replace(
+            "experts.linear_fc1.weight*", "experts.experts.*.linear_fc1.weight"
+        )
+        ours = ours.replace("experts.linear_fc2.weight*", "experts.experts.*.linear_fc2.weight")
+        if "local_experts" in ours:
+            continue
+        for numbers in product(*[range(4), range(8)][: ours.count("*")]):
+            sources = {part: _numbered(given, numbers) for part, given in names.items()}
             if not {*sources.values()} <= there.keys() or "".join(sources.values()).startswith(OTHER_PARTS):
                 continue
-            found = {part: there[source] for part, source in sources.items()}
-            ours = mapping.megatron_param.replace("*", str(layer))
             used |= {*sources.values()}
-            if isinstance(mapping, kinds.QKVMapping):
-                merge = kinds.merge_qkv_weights if found["q"].ndim > 1 else kinds.merge_qkv_biases
-                converted[ours] = merge(SIZES, found["q"], found["k"], found["v"])
-            elif isinstance(mapping, kinds.GatedMLPMapping):
-                converted[ours] = torch.cat([found["gate"], found["up"]])
-            else:
-                assert type(mapping) is kinds.AutoMapping, type(mapping)
-                converted[ours] = found[""]
+            found = {part: there[source] for part, source in sources.items()}
+            converted[_numbered(ours, numbers)] = _convert(kinds, mapping, found)
     return converted, used
+
+
+def _numbered(name: str, numbers: tuple[int, ...]) -> str:
+    for number in numbers:
+        name = name.replace("*", str(number), 1)
+    return name
+
+
+def _convert(kinds: Any, mapping: Any, found: dict[str, torch.Tensor]) -> torch.Tensor:
+    if isinstance(mapping, kinds.QKVMapping):
+        merge = kinds.merge_qkv_weights if found["q"].ndim > 1 else kinds.merge_qkv_biases
+        merged: torch.Tensor = merge(SIZES, found["q"], found["k"], found["v"])
+        return merged
+    if isinstance(mapping, kinds.GatedMLPMapping):
+        return torch.cat([found["gate"], found["up"]])
+    if isinstance(mapping, kinds.ReplicatedMapping):
+        whole: torch.Tensor = mapping.hf_to_megatron(found[""], torch.nn.Linear(1, 1))
+        return whole
+    assert isinstance(mapping, kinds.AutoMapping), type(mapping)
+    assert type(mapping).hf_to_megatron is kinds.AutoMapping.hf_to_megatron, type(mapping)
+    return found[""]

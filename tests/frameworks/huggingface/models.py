@@ -134,6 +134,18 @@ VISION = {
     "Qwen3VLConfig": {**_EYES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     "Qwen3_5Config": {**_EYES, "num_position_embeddings": 16},
     "Qwen3_5MoeConfig": {**_EYES, "num_position_embeddings": 16},
+    "Llama4Config": {
+        "model_type": "llama4_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    },
     "Glm4vMoeConfig": {**_EYES, "image_size": 28, "patch_size": 14},
 }
 """What each model that contains a language model sees with."""
@@ -214,6 +226,26 @@ TINY = {
 BIASED = {"normalization": "LayerNorm", "gated_linear_unit": True}
 PLAIN = Recipe(extra=dense(qk_layernorm=False))
 TURNED = Recipe(extra=dense(qk_layernorm=False, rotary_interleaved=True))
+LLAMA4 = {
+    "head_dim": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size": 16,
+    "use_qk_norm": False,
+    "attn_temperature_tuning": False,
+    "no_rope_layers": [1, 1, 1, 1],
+}
+ONE_EXPERT = Recipe(
+    extra={
+        "qk_layernorm": False,
+        "rotary_interleaved": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk": 1,
+        "moe_apply_probs_on_input": True,
+    },
+    shared_expert=True,
+)
 TINY |= {
     "smollm3": Tiny("SmolLM3Config", {"no_rope_layers": [1, 1, 1, 1], "pad_token_id": 0}, PLAIN),
     "cwm": Tiny("CwmConfig", {"head_dim": 8}, PLAIN),
@@ -291,6 +323,14 @@ TINY |= {
         1e-4,
     ),
     "mistral": Tiny("MistralConfig", {"head_dim": 8}, PLAIN),
+    "hunyuan_v1_dense": Tiny("HunYuanDenseV1Config", {"head_dim": 8, "pad_token_id": 0}, Recipe(extra=DENSE)),
+    "hunyuan_v1_moe": Tiny(
+        "HunYuanMoEV1Config",
+        {"head_dim": 8, "pad_token_id": 0, "intermediate_size": 16, "num_experts": 8, "moe_topk": 2},
+        Recipe(shared_expert=True),
+    ),
+    "llama4_text": Tiny("Llama4TextConfig", LLAMA4, ONE_EXPERT),
+    "llama4": Tiny("Llama4Config", LLAMA4, ONE_EXPERT, text="llama4_text"),
     "qwen2_vl": Tiny(
         "Qwen2VLConfig",
         THREE_ROPES,
@@ -340,6 +380,11 @@ def publish(tiny: Tiny, folder: Path, change: Callable[[Any], None] | None = Non
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(0, 0.1)
+        for name, parameter in model.named_parameters():
+            # Hunyuan turns queries and keys before these norms, megatron-core after them: that is the same
+            # if what is turned together has one weight.
+            if name.endswith(("query_layernorm.weight", "key_layernorm.weight")):
+                parameter.copy_(parameter[: len(parameter) // 2].repeat(2))
     model.save_pretrained(folder, max_shard_size="80KB")
     return model
 

@@ -103,8 +103,8 @@ QUANTIZED = {
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "whole numbers": (in_another_dtype(torch.int8), "Holdfast does not convert between these"),
     "other 8 bits": (in_another_dtype(torch.float8_e5m2), "Holdfast does not convert between these"),
-    "a scale a row": (with_scales((16, 1)), "holds scales of shape [16, 1]"),
-    "one scale": (with_scales(()), "holds scales of shape []"),
+    "scales of fewer rows": (with_scales((15, 1)), "holds scales of shape [15, 1]"),
+    "two scales": (with_scales((2,)), "holds scales of shape [2]"),
     "scales that are no numbers": (with_scales((1, 1), torch.uint8), "in uint8"),
     "no words": (lambda folder: edit_config(folder, vocab_size=0), "says vocab_size=0, which no model has"),
     "no groups": (lambda folder: edit_config(folder, num_key_value_heads=0), "num_key_value_heads=0"),

@@ -1,8 +1,10 @@
-"""Types whose models megatron-core alone can't build: every tensor is that of Megatron-Bridge's own converter,
-and all that is published is used."""
+"""Types whose models megatron-core alone can't build, or not on a CPU: every tensor is that of Megatron-Bridge's
+own converter, and all that is published is used."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,17 +12,43 @@ import torch
 
 import holdfast
 from tests.frameworks.huggingface import converter_jobs
-from tests.frameworks.huggingface.models import Tiny, publish
+from tests.frameworks.huggingface.models import EXPERTS, LATENT, ROUTED, Tiny, publish
 from tests.support.processes import ProcessWorld
 
 pytest.importorskip("transformers")
-SANDWICH = {"head_dim": 8, "query_pre_attn_scalar": 8, "pad_token_id": 0, "sliding_window": 16}
+TIED = {"head_dim": 8, "pad_token_id": 0, "tie_word_embeddings": True}
+SANDWICH = {**TIED, "query_pre_attn_scalar": 8, "sliding_window": 16}
 CONVERTED = {
-    "gemma": Tiny("GemmaConfig", {"head_dim": 8, "pad_token_id": 0}),
+    "gemma": Tiny("GemmaConfig", TIED),
     "gemma2": Tiny("Gemma2Config", SANDWICH),
     "gemma3_text": Tiny("Gemma3TextConfig", SANDWICH),
     "gemma3": Tiny("Gemma3Config", SANDWICH, text="gemma3_text"),
-    "nemotron": Tiny("NemotronConfig", {"head_dim": 8, "mlp_bias": True, "attention_bias": True}),
+    "nemotron": Tiny("NemotronConfig", {"head_dim": 8}),
+    "ernie4_5_moe": Tiny(
+        "Ernie4_5_MoeConfig",
+        {
+            "head_dim": 8,
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_intermediate_size": 16,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 1,
+        },
+    ),
+    "glm_moe_dsa": Tiny(
+        "GlmMoeDsaConfig",
+        {
+            **EXPERTS,
+            **ROUTED,
+            **LATENT,
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 8,
+        },
+    ),
 }
 
 
@@ -41,11 +69,24 @@ def test_transformers_own_modules_are_filled(name: str, published: dict[str, Pat
         assert torch.equal(value, ours.state_dict()[key]), key
 
 
-def test_every_tensor_is_that_of_megatron_bridges_converter(published: dict[str, Path]) -> None:
-    pytest.importorskip("megatron.bridge")
+@pytest.fixture(scope="module")
+def alone() -> Iterator[ProcessWorld]:
     with ProcessWorld(1, preload="bridges") as world:
-        for name, folder in published.items():
-            made, unlike, unused = world.run(converter_jobs.compare, name, str(folder), timeout=100)[0]
-            assert made > 4 * 6, name
-            assert unlike == [], name
-            assert unused == [], name
+        yield world
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_every_tensor_is_that_of_megatron_bridges_converter(
+    name: str, published: dict[str, Path], alone: ProcessWorld
+) -> None:
+    if (
+        importlib.util.find_spec("megatron.bridge") is None
+    ):  # its import needs what the world's processes have
+        pytest.skip("needs Megatron-Bridge")
+    compared = alone.run(converter_jobs.compare, name, str(published[name]), timeout=100)[0]
+    if compared is None:
+        pytest.skip(f"this Megatron-Bridge has no converter for {name}; a newer one has")
+    made, unlike, unused = compared
+    assert made > 4 * 6
+    assert unlike == []
+    assert unused == []

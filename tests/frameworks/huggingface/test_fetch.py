@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import holdfast
 from holdfast import huggingface
 from holdfast._core.layout.box import Box, union
 from holdfast._core.layout.grid import Grid
 from tests.frameworks.huggingface import fetch_jobs
-from tests.frameworks.huggingface.models import TINY, publish
+from tests.frameworks.huggingface.models import TINY, publish, rewrite, weights
 from tests.frameworks.megatron.models import VOCAB, Layout
 from tests.support.processes import ProcessWorld
 
@@ -150,6 +152,27 @@ def test_transformers_does_not_take_it_for_a_model(published: dict[str, Path], t
     with pytest.raises(OSError, match=r"no file named"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert list((tmp_path / "out").glob("*.safetensors")) == []
+
+
+def test_tensors_that_share_memory_in_part_are_loaded_from_what_was_fetched(
+    published: dict[str, Path], tmp_path: Path
+) -> None:
+    """They are read again, to compare them, of a source that has gaps elsewhere."""
+    folder, names = tmp_path / "model", ["model.layers.0.self_attn.k_proj.weight"]
+    shutil.copytree(published["qwen3_moe"], folder)
+    names.append(names[0].replace("k_proj", "v_proj"))
+    tensors = weights(folder)
+    rewrite(folder, tensors | {name: torch.zeros_like(tensors[name]) for name in names})
+    huggingface.fetch(folder, [0], grid_of(Layout(tp=2)), tmp_path / "fetched")
+    rows, columns = tensors[names[0]].shape
+    memory, half = torch.ones(rows, columns), rows // 2
+    parts = [memory[:half], memory[half // 2 : half // 2 + half]]
+    state = {
+        name: holdfast.Shard(part, (rows, columns), (0, 0)) for name, part in zip(names, parts, strict=True)
+    }
+    holdfast.load(state, tmp_path / "fetched")
+    assert (memory[: half // 2 + half] == 0).all()
+    assert (memory[half // 2 + half :] == 1).all()
 
 
 TRAINED = Layout(tp=2, pp=2, ep=2)

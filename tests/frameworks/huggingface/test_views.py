@@ -20,11 +20,11 @@ pytest.importorskip("transformers")
 LAYOUTS = [
     ("qwen3_moe", Layout(pp=2, vpp=2, ep=4)),
     ("deepseek_v3", Layout(tp=2, pp=2, ep=2)),
-    ("qwen3_next", Layout(tp=2, pp=2, ep=2)),
     *(
         pytest.param(name, layout, marks=pytest.mark.soak)
         for name, layout in (
             ("qwen3 tied", Layout(tp=2, pp=2)),
+            ("qwen3_next", Layout(tp=2, pp=2, ep=2)),
             ("qwen3_moe", Layout(tp=2, pp=2, ep=2)),
             ("glm4_moe", Layout(tp=2, ep=4, etp=1)),
             ("starcoder2", Layout(tp=2, pp=2)),

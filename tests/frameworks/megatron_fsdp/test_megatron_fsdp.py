@@ -46,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         pytest.param(4, SAVED, True, marks=pytest.mark.soak),
         (4, SAVED, False),
-        (4, Layout(tp=2, ep=2), True),
+        pytest.param(4, Layout(tp=2, ep=2), True, marks=pytest.mark.soak),
         (2, Layout(), True),
     ],
 )

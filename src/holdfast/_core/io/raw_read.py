@@ -57,7 +57,7 @@ def fill_rows(store: Store, source: Source, table: ShardTable, threads: int = 1)
                 f"{source.where} holds {spec.name!r} as {what(stored)}, and {what(spec)} is wanted.",
                 details={"tensor": spec.name},
             )
-    plan = plan_read(table, position, columns, source.where)
+    plan = plan_read(table, position, columns, source.where, source.fetched_for)
     read_into(store, table, columns, plan, threads, lambda moved: None)
 
 

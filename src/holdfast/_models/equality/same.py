@@ -40,8 +40,9 @@ from holdfast._core.state.memory import torch_dtype
 from holdfast._models.equality.rounding import LOST, cast, one_nan
 from holdfast._models.equality.sides import FolderOrFingerprints, FolderSide, LiveSide, Side, open_side
 from holdfast._models.equality.verdict import Same, Unlike
-from holdfast._models.views import hub_format as hf
 from holdfast._models.views.published import published_regions
+from holdfast._models.views.quantized import base_of, scales_of
+from holdfast._models.views.scaled import IN_8_BITS
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 
@@ -139,8 +140,10 @@ class _Comparison:
         self.equal = self.bytes_read = 0
         self.converted: dict[str, str] = {}
         self.rounded: dict[str, str] = {}
+        self._unscaled: set[str] = set()
+        """Published tensors in 8 bits that were compared as they are stored."""
         self._lost: dict[str, None] = {}
-        """Descriptions of values of the current tensor that a cast lost. A dict used as an ordered set."""
+        """Descriptions of values of the current tensor that a cast lost, in order."""
         self._has_nan = False
         """Whether a cast value of the current tensor is NaN: casts do not preserve the bits of a NaN."""
         self.unlike: list[Unlike] = []
@@ -195,14 +198,15 @@ class _Comparison:
     def _goes_with_its_tensor(
         name: str, mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]
     ) -> bool:
-        """Return whether a name is the scales of a tensor that the other place has without scales."""
-        base = name.removesuffix(hf.SCALES)
-        return base != name and name not in theirs and base in mine and base in theirs
+        """Return whether a name is the scales of a tensor that is compared after it was multiplied."""
+        base = base_of(name)
+        both = base != name and name not in theirs and base in mine and base in theirs
+        return both and mine[base].dtype != theirs[base].dtype
 
     def _is_scale(self, name: str) -> bool:
-        """Return whether a name is the scales of a tensor that was compared."""
-        bases = (name.removesuffix(hf.SCALES), name.removesuffix("_scales") + "_blocks")
-        return any(base != name and base in self._other.used for base in bases)
+        """Return whether a name is the scales of a tensor that was compared after it was multiplied."""
+        bases = (base_of(name), name.removesuffix("_scales") + "_blocks")
+        return any(base != name and base in self._other.used - self._unscaled for base in bases)
 
     def _check_tie(self, output: TensorSpec, embedding: TensorSpec) -> None:
         """Check that the published output weight equals the embedding, in a model that ties them."""
@@ -237,6 +241,8 @@ class _Comparison:
         else:
             assert folder is not None
             mine, other, stored = spec, spec, published_regions(folder, spec)
+        if mine.dtype == IN_8_BITS == stored[0][0]:
+            self._unscaled |= {spec.name} if theirs is not None else self._parts(spec)
         if mine.shape != other.shape:
             text = what(other._replace(dtype=stored[0][0]))
             self.unlike.append(Unlike(spec.name, what(mine), text))
@@ -296,7 +302,7 @@ class _Comparison:
             return spec, theirs
         specs = [
             one._replace(dtype=CODE_OF["float32"])
-            if side.published is not None and side.published.has(one.name + hf.SCALES)
+            if side.published is not None and scales_of(one.name, side.published.has)
             else one
             for side, one in ((self._lead, spec), (self._other, theirs))
         ]

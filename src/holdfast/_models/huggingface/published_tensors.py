@@ -111,7 +111,7 @@ def plan_export(
     if dtype is not None and dtype not in WRITTEN_AS:
         raise BadInput(f"dtype={dtype!r} is none of {', '.join(WRITTEN_AS)}.")
     config, view, folder = config_of(base), view_to_export(base), HuggingFaceFolder.at(base)
-    published = set(filter(hf.is_weight, folder.names())) if folder is not None else set()
+    published = set(filter(folder.is_weight, folder.names())) if folder is not None else set()
     said = [CODE_OF[str(name)] for name in map(config.get, hf.CONFIG_DTYPES) if name in WRITTEN_AS]
 
     def wanted_code(name: str) -> int | None:
@@ -255,7 +255,7 @@ def _check_covered(tensor: PublishedTensor, where: str) -> None:
 def _missing(tensors: Sequence[PublishedTensor], folder: HuggingFaceFolder, where: str) -> list[str]:
     """List the tensors of the published folder that the checkpoint lacks. BadInput for exported tensors that
     the folder lacks, or has in another shape."""
-    names = {name.removesuffix("_blocks") for name in folder.names() if hf.is_weight(name)}
+    names = {name.removesuffix("_blocks") for name in folder.names() if folder.is_weight(name)}
     mine = {tensor.name for tensor in tensors}
     extra, missing = sorted(mine - names), sorted(names - mine, key=natural)
     if extra:

@@ -283,7 +283,7 @@ def _with_lead(segment: Segment, lead: int, part: Box) -> Segment:
     return segment._replace(box=part, start=start, axes=(*(-1,) * lead, *segment.axes))
 
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Configuration keys for the number of experts of a layer."""
 
 

@@ -40,9 +40,6 @@ WEIGHTS_INDEX_BYTES = 256 << 20
 CONFIG_BYTES = 64 << 20
 MOST_AXES = 32
 
-SCALES = "_scale_inv"
-"""Suffix of the tensor that holds a quantized tensor's scales, one per block: elements are multiplied by
-it."""
 _CONSTANT = ".rotary_emb.inv_freq"
 """Suffix of constants that old versions of transformers wrote, and that no model reads."""
 CODE_OF_TAG = {dtype.tag: code for code, dtype in reversed(list(enumerate(DTYPES))) if dtype.extra == 1} | {
@@ -157,11 +154,6 @@ def to_columns(chosen: Sequence[Place], sizes: dict[str, int]) -> Columns:
     columns = foreign_columns(tensors, chunks)
     columns.file_size = np.asarray([sizes[name] for name in columns.file_names], "<i8")
     return columns
-
-
-def is_weight(name: str) -> bool:
-    """Return whether this is the name of a weight, not of scales or of a constant."""
-    return not name.endswith((SCALES, "_scales")) and not is_constant(name)
 
 
 def is_constant(name: str) -> bool:

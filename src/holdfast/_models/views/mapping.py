@@ -179,6 +179,18 @@ def of_experts_turned(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[S
     return [Segment(whole(shape), names[0], (sizes["expert"], 0, 0), (2, 1), published)]
 
 
+def of_experts_joined_turned(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `of_experts_turned`, of a gate above its up projection: left of it, as published."""
+    return of_experts_turned(names, shape, sizes)
+
+
+def one_row(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """Published as the only row of a matrix."""
+    return [
+        Segment(whole(shape), names[0], (0,) * (len(shape) + 1), tuple(range(1, len(shape) + 1)), (1, *shape))
+    ]
+
+
 def of_experts_mixed(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """One expert's gate above its up; published, inputs lie along rows, and gate and up take turns along
     columns. A bias has columns only."""
@@ -204,9 +216,9 @@ def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
     if way in ("concat", "grouped", "gated"):
         return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
     # With too few axes, the result has too few as well, and `View.segments` refuses it.
-    if way in ("of_experts", "of_experts_joined"):
+    if way in ("of_experts", "of_experts_joined", "one_row"):
         return first[1:]
-    if way == "of_experts_turned":
+    if way in ("of_experts_turned", "of_experts_joined_turned"):
         return (*first[2:], *first[1:2])
     if way == "of_experts_mixed":
         return (*first[-1:], *first[1:-1])
@@ -336,6 +348,6 @@ def _share(rows: int, parts: int, names: Sequence[str]) -> int:
 
 _PLAIN = (
     *(same, joined, concat, grouped, grouped_joined, gated, padded, lowered),
-    *(of_experts, of_experts_joined, of_experts_turned, of_experts_mixed),
+    *(of_experts, of_experts_joined, of_experts_turned, of_experts_joined_turned, of_experts_mixed, one_row),
 )
 WAYS: dict[str, Way] = {way.__name__: way for way in _PLAIN} | {name: _of_heads(name) for name in _HEADS}

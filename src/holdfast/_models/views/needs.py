@@ -16,8 +16,8 @@ from holdfast._core.format.names import rank_in_name
 from holdfast._core.layout.box import Box, union, whole
 from holdfast._core.layout.tensor import TENSOR, Dims, TensorSpec
 from holdfast._models.views.family import TableEntry, View
-from holdfast._models.views.hub_format import SCALES
 from holdfast._models.views.mapping import shape_made
+from holdfast._models.views.quantized import base_of, scales_of
 from holdfast._models.views.rank_share import ModelSizes, RankShare, how_cut
 from holdfast.errors import BadInput
 
@@ -26,7 +26,7 @@ _OURS = ("embedding.", "decoder.", "output_layer.", "mtp.")
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
 _LAYER = re.compile(r"(?:\A|\.)layers\.(\d+)\.")
 _HOLES = re.compile(r"\{\w+\}")
-_GATED = ("joined", "concat", "of_experts_joined", "of_experts_mixed")
+_GATED = ("joined", "concat", "of_experts_joined", "of_experts_joined_turned", "of_experts_mixed")
 """Ways that put a gate above its up projection."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.[^.]+\.")
 """Prefix of optimizer states, before the parameter's name. A state has the parameter's shape."""
@@ -80,7 +80,7 @@ def of_published(view: View | None, specs: Specs, share: RankShare) -> Needs:
                     for published, box in _parts_held(view, entry, name, numbers, specs, share):
                         boxes[published].append(box)
     unknown = {name for name in _unclaimed(view, specs) if _of_stage(name, share)}
-    scales = {name + SCALES for name in {*boxes, *unknown}} & specs.keys()
+    scales = {found for name in {*boxes, *unknown} if (found := scales_of(name, specs.__contains__))}
     boxes |= {name: [whole(specs[name].shape)] for name in unknown | scales}
     return Needs({name: union(some) for name, some in boxes.items()}, frozenset(unknown))
 
@@ -122,7 +122,7 @@ def _unclaimed(view: View | None, specs: Specs) -> list[str]:
         return list(specs)
     possible = chain.from_iterable(map(view.possible, view.family.entries.values()))
     known = {_HOLES.sub("#", name) for name in possible}
-    return [name for name in specs if _NUMBERS.sub("#", name.removesuffix(SCALES)) not in known]
+    return [name for name in specs if _NUMBERS.sub("#", base_of(name)) not in known]
 
 
 def _of_stage(name: str, share: RankShare) -> bool:

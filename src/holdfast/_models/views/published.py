@@ -21,8 +21,8 @@ from holdfast._models.views.hub_format import Place
 from holdfast._models.views.mapping import MINUS_ONE, Segment
 from holdfast._models.views.published_model import PublishedModel
 from holdfast._models.views.reordered import as_published
-from holdfast._models.views.scaled import IN_8_BITS, in_blocks, is_packed, packed_part
-from holdfast.errors import LoadFailed, MissingTensors, ShapeMismatch
+from holdfast._models.views.scaled import IN_8_BITS, in_8_bits, is_packed, packed_part
+from holdfast.errors import BadInput, LoadFailed, MissingTensors, ShapeMismatch
 
 
 def see_published(source: PublishedModel, table: ShardTable, owner: Sequence[int]) -> Rows:
@@ -120,8 +120,13 @@ class _Look:
         self._check_dtype(place, spec)
         stored = torch_dtype(place.code)
         memory: Memory = TensorMemory(view, stored)
+        if place.code == IN_8_BITS and (segment.change or segment.split):
+            raise BadInput(
+                f"{self.source.where} holds {place.name!r} in 8 bits, of which {spec.name!r} can't be made.",
+                details={"tensor": spec.name},
+            )
         if place.code == IN_8_BITS != spec.dtype:
-            memory = in_blocks(self.source, place, view, theirs.offset)
+            memory = in_8_bits(self.source, place, view, theirs.offset)
         elif segment.change == MINUS_ONE:
             memory = ShiftedMemory(view, stored, -1)
         elif segment.split:
@@ -147,7 +152,7 @@ class _Look:
             raise ShapeMismatch(
                 f"{self.source.where} holds {place.name!r} in {DTYPES[place.code].name}, and {spec.name!r} "
                 f"is {DTYPES[spec.dtype].name}: Holdfast does not convert between these.",
-                hint="Of quantised models those in e4m3 with scales of blocks are read, and those in mxfp4.",
+                hint="Of quantised models those in e4m3 with scales are read, and those in mxfp4.",
                 details={"tensor": spec.name},
             )
 

@@ -18,10 +18,9 @@ from holdfast._models.views.family import (
     output_and_embedding,
     view_of,
 )
+from holdfast._models.views.quantized import is_read, is_scale
 from holdfast.errors import BadInput
 
-_READ_METHODS = (None, "fp8", "mxfp4")
-"""Values of `quant_method` in a configuration whose scales `views.scaled` reads; None: no such key."""
 _PACKED = ("qweight", "weight_packed")
 """Names that replace `weight` in a quantized module: by GPTQ and AWQ; by compressed-tensors."""
 
@@ -58,6 +57,10 @@ class PublishedModel(ForeignSource):
         return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self.has)
 
     @property
+    def _quantization(self) -> object:
+        return self.config.get("quantization_config")
+
+    @property
     def tied(self) -> tuple[str, str] | None:
         """The output layer and the embedding, if both are stored, and the configuration ties them."""
         names = output_and_embedding(self.config, self.has)
@@ -69,7 +72,7 @@ class PublishedModel(ForeignSource):
         return self.view if is_known(language_model(self.config)) else None
 
     def is_weight(self, name: str) -> bool:
-        return hf.is_weight(name)
+        return not is_scale(name, self.has) and not hf.is_constant(name)
 
     def unnamed(self, names: Iterable[str]) -> list[str]:
         """Return which of these published weights the model's table does not name; none without a table, or
@@ -77,10 +80,8 @@ class PublishedModel(ForeignSource):
 
         Of a model that has no table itself, and contains a known language model, only names of that count.
         """
-        quantized = self.config.get("quantization_config")
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
         view = self.view_if_known
-        if view is None or method not in _READ_METHODS:
+        if view is None or not is_read(self._quantization):
             return []
         inner = view.outer is None and language_model(self.config) is not self.config
         return [
@@ -95,9 +96,9 @@ class PublishedModel(ForeignSource):
         """Raise BadInput if the folder has a weight only in a quantized form that Holdfast does not read."""
         module = name.removesuffix("weight")
         packed = next((module + ending for ending in _PACKED if self.has(module + ending)), "")
-        said = self.config.get("quantization_config")
+        said = self._quantization
         method = said.get("quant_method") if isinstance(said, dict) else None
-        if packed or (method not in _READ_METHODS and self.has(name)):
+        if packed or (not is_read(said) and self.has(name)):
             raise BadInput(
                 f"{self.where} holds {packed or name!r} quantized by {method or 'GPTQ or AWQ'}, which "
                 f"Holdfast does not read.",

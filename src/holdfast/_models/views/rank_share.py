@@ -38,6 +38,7 @@ CUTS = {
     "linear_kv_down_proj": WHOLE,
     "eh_proj": WHOLE,
     "router": WHOLE,
+    "indexer": WHOLE,
     "shared_experts": WHOLE,  # the gate of its output
 }
 """The tensor-parallel split of a tensor, by the last part of its name that is listed here. Biases of COLUMNS

@@ -1,5 +1,5 @@
-"""Quantised elements: in 8 bits with a scale for each block of rows and columns (e4m3), in 4 bits with a
-scale for each 32 elements of a row (mxfp4). They are multiplied by their scales as they are read."""
+"""Quantised elements: in 8 bits (e4m3) with scales of blocks, rows, experts or whole tensors, in 4 bits with
+a scale for each 32 elements of a row (mxfp4). They are multiplied by their scales as they are read."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, FLOATS, Dims, TensorSpec
 from holdfast._core.plan.shard_table import Memory
 from holdfast._core.state.memory import TensorMemory, torch_dtype
-from holdfast._models.views.hub_format import SCALES, Place
+from holdfast._models.views.hub_format import Place
 from holdfast._models.views.mapping import Segment
 from holdfast._models.views.published_model import PublishedModel
-from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
+from holdfast._models.views.quantized import SUFFIXES, block_of, scales_of, sides_of
+from holdfast.errors import MissingTensors, ShapeMismatch
 
 IN_8_BITS = CODE_OF["float8_e4m3fn"]
 _BYTES = CODE_OF["uint8"]
 _BLOCKS, _SCALES = "_blocks", "_scales"
 """Suffixes of the two tensors that are published for a tensor in 4 bits."""
-_SIDE = 128
-"""Rows and columns of a block in 8 bits, unless the configuration says otherwise."""
+_SCALE_CODES = (*FLOATS, CODE_OF["float8_e8m0fnu"])
+"""Dtypes of the scales of elements in 8 bits."""
 _GROUP, _BIAS = 32, 127
 """In 4 bits: elements that share a scale, and the bias of the scale's exponent."""
 _AT_ONCE = 1 << 18
@@ -28,29 +29,32 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the lower three of 4 bits (e2m1); the highest bit is the sign."""
 
 
-def in_blocks(source: PublishedModel, place: Place, target: torch.Tensor, origin: Dims) -> Memory:
-    """Make memory for elements in 8 bits, which multiplies them by the scales of their blocks.
+def in_8_bits(source: PublishedModel, place: Place, target: torch.Tensor, origin: Dims) -> Memory:
+    """Make memory for elements in 8 bits, which multiplies them by their scales.
 
     target: has the published order of axes. origin: its start in the published tensor.
-    Raises MissingTensors if there are no scales, ShapeMismatch if they do not fit the blocks.
+    Raises MissingTensors if there are no scales, ShapeMismatch if they do not fit the tensor, BadInput if the
+    model was quantised in a way that is not read.
     """
-    name = place.name + SCALES
-    scales = source.place(name)
-    if scales is None:
-        raise _no_scales(source, place.name, "8", name)
-    sides = _sides(source)
-    blocks = tuple(-(-n // side) for n, side in zip(place.shape, sides, strict=False))
-    if len(sides) != len(place.shape) or scales.shape != blocks or scales.code not in FLOATS:
+    source.refuse_quantized(place.name)
+    name = scales_of(place.name, source.has)
+    found = None if name is None else source.place(name)
+    if found is None:
+        raise _no_scales(source, place.name, "8", place.name + SUFFIXES[0])
+    block = block_of(source.config.get("quantization_config"), source.where)
+    sides = sides_of(place.shape, found.shape, block)
+    if sides is None or found.code not in _SCALE_CODES:
+        ways = f"blocks of {list(block)}" if block else "blocks of 128 by 128, rows, experts or the whole"
         raise ShapeMismatch(
-            f"{source.where} holds scales of shape {list(scales.shape)} in "
-            f"{DTYPES[scales.code].name} for {place.name!r} of shape {list(place.shape)}; "
-            f"blocks of {list(sides)} need {list(blocks)} in floating point.",
-            hint="Scales of blocks are read, whose sides are weight_block_size in quantization_config.",
-            details={"tensor": name},
+            f"{source.where} holds scales of shape {list(found.shape)} in {DTYPES[found.code].name} for "
+            f"{place.name!r} of shape {list(place.shape)}. Scales are read in floating point, of {ways}.",
+            hint="Sides of blocks are read from quantization_config in config.json.",
+            details={"tensor": found.name},
         )
-    dtype = torch_dtype(scales.code)
-    values = torch.frombuffer(bytearray(source.read_rows(name)), dtype=dtype).view(scales.shape).float()
-    return _InBlocks(target, torch_dtype(place.code), origin, values, sides)
+    dtype = torch_dtype(found.code)
+    values = torch.frombuffer(bytearray(source.read_rows(found.name)), dtype=dtype).float()
+    grid = tuple(-(-n // side) for n, side in zip(place.shape, sides, strict=True))
+    return _In8Bits(target, torch_dtype(place.code), origin, values.view(grid), sides)
 
 
 def _no_scales(source: PublishedModel, name: str, bits: str, missing: str) -> MissingTensors:
@@ -62,19 +66,8 @@ def _no_scales(source: PublishedModel, name: str, bits: str, missing: str) -> Mi
     )
 
 
-def _sides(source: PublishedModel) -> Dims:
-    """Return the rows and columns of a block with one scale."""
-    quantization = source.config.get("quantization_config")
-    sides = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-    if sides is None:
-        return (_SIDE, _SIDE)
-    if not isinstance(sides, list) or not all(type(side) is int and side > 0 for side in sides):
-        raise BadInput(f"{source.where}: weight_block_size={sides!r} in config.json is no shape.")
-    return tuple(sides)
-
-
-class _InBlocks(TensorMemory):
-    """Elements in 8 bits, multiplied by the scale of their block."""
+class _In8Bits(TensorMemory):
+    """Elements in 8 bits, multiplied by their scales."""
 
     def __init__(
         self, tensor: torch.Tensor, stored: torch.dtype, origin: Dims, scales: torch.Tensor, sides: Dims
