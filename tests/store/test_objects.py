@@ -372,6 +372,7 @@ def test_a_signal_is_heard_in_a_request(proxy: Proxy, place: str, number: signal
         def stop(*_):
             raise SystemExit(5)
         signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         print("begins", flush=True)
         try:
             holdfast.latest(sys.argv[1])

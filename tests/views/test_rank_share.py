@@ -34,8 +34,12 @@ CONFIG = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 4,
     "linear_value_head_dim": 4,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 4,
+    "n_groups": 2,
+    "ssm_state_size": 4,
 }
-ROWS = {"gated": 32, "stacked": 32, "delta": 48}
+ROWS = {"gated": 32, "stacked": 32, "delta": 48, "mamba": 52, "conv": 32}
 """Of published tensors that have more than 16, by the first word of the way."""
 GRIDS = [Grid(8, tp=2, pp=2, ep=2, etp=1), Grid(8, tp=2, pp=2, ep=2), Grid(8, pp=2, vpp=2, ep=4), Grid(1)]
 

@@ -20,13 +20,29 @@ BRIDGES = {
     "gemma3": "gemma_vl.gemma3_vl_bridge.Gemma3VLBridge",
     "nemotron": "nemotron.nemotron_bridge.NemotronBridge",
     "ernie4_5_moe": "ernie.ernie_45_bridge.Ernie45Bridge",
+    "nemotron_h": "nemotronh.nemotron_h_bridge.NemotronHBridge",
     "glm_moe_dsa": "glm_moe_dsa.glm5_bridge.GLM5Bridge",
 }
+SAVED = {
+    "experts.linear_fc1.weight*": "experts.experts.*.linear_fc1.weight",
+    "experts.linear_fc2.weight*": "experts.experts.*.linear_fc2.weight",
+    ".conv1d_": ".conv1d.",
+}
+"""How checkpoints name parameters that have other names in the modules."""
+PUBLISHERS = {"backbone.embedding.weight": "backbone.embeddings.weight"}
+"""Names of transformers 5 for which publishers, and so the converters, have others."""
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 """Beginnings of published names of parts that are not converted."""
 SIZES = SimpleNamespace(
     num_attention_heads=4, num_query_groups=2, kv_channels=8, hidden_size=32, attention_output_gate=False
 )
+
+INNER, STATE, HEADS = 32, 16, 4
+MAMBA = {
+    "in_proj": {"z": INNER, "x": INNER, "B": STATE, "C": STATE, "dt": HEADS},
+    "conv1d": {"x": INNER, "B": STATE, "C": STATE},
+}
+"""What `MambaMixer.sharded_state_dict` makes of these layers' tensors, and the rows of each."""
 
 
 def compare(rank: int, name: str, folder: str) -> tuple[int, list[str], list[str]] | None:
@@ -37,7 +53,7 @@ def compare(rank: int, name: str, folder: str) -> tuple[int, list[str], list[str
         bridge: Any = getattr(import_module(f"megatron.bridge.models.{module}"), cls)()
     except ModuleNotFoundError:
         return None
-    there = weights(Path(folder))
+    there = {PUBLISHERS.get(key, key): value for key, value in weights(Path(folder)).items()}
     converted, used = _by_bridge(bridge, there)
     state = {key: torch.zeros_like(value) for key, value in converted.items()}
     holdfast.load(state, folder, job=holdfast.Job(no_dist=True))
@@ -53,11 +69,9 @@ def _by_bridge(bridge: Any, there: dict[str, torch.Tensor]) -> tuple[dict[str, t
     used: set[str] = set()
     for mapping in bridge.mapping_registry().mappings:
         names = mapping.hf_param if isinstance(mapping.hf_param, dict) else {"": mapping.hf_param}
-        # As checkpoints name experts that a layer keeps in one module.
-        ours = mapping.megatron_param.replace(
-            "experts.linear_fc1.weight*", "experts.experts.*.linear_fc1.weight"
-        )
-        ours = ours.replace("experts.linear_fc2.weight*", "experts.experts.*.linear_fc2.weight")
+        ours = mapping.megatron_param
+        for parameter, saved in SAVED.items():
+            ours = ours.replace(parameter, saved)
         if "local_experts" in ours:
             continue
         for numbers in product(*[range(4), range(8)][: ours.count("*")]):
@@ -66,8 +80,22 @@ def _by_bridge(bridge: Any, there: dict[str, torch.Tensor]) -> tuple[dict[str, t
                 continue
             used |= {*sources.values()}
             found = {part: there[source] for part, source in sources.items()}
-            converted[_numbered(ours, numbers)] = _convert(kinds, mapping, found)
+            name = _numbered(ours, numbers)
+            converted |= _as_saved(name, _convert(kinds, mapping, found))
     return converted, used
+
+
+def _as_saved(name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that megatron-core makes of one in a checkpoint: of some of a Mamba layer, several."""
+    parts = next((parts for part, parts in MAMBA.items() if f".mixer.{part}." in name), {})
+    if not parts or "norm" in name:
+        return {name: whole}
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.ssm.mamba_mixer import _split_tensor_factory
+
+    tensor = ShardedTensor.from_rank_offsets(name, whole)
+    made = _split_tensor_factory(tensor, [*parts.values()], [*parts], 0).build()
+    return {one.key: one.data for one in made}
 
 
 def _numbered(name: str, numbers: tuple[int, ...]) -> str:
@@ -83,6 +111,11 @@ def _convert(kinds: Any, mapping: Any, found: dict[str, torch.Tensor]) -> torch.
         return merged
     if isinstance(mapping, kinds.GatedMLPMapping):
         return torch.cat([found["gate"], found["up"]])
+    if isinstance(mapping, kinds.MambaInProjMapping | kinds.MambaConv1dMapping):
+        # Of one tensor-parallel rank, it puts the same parts together in the same order.
+        return found[""]
+    if isinstance(mapping, kinds.ColumnParallelMapping | kinds.RowParallelMapping):
+        return found[""]
     if isinstance(mapping, kinds.ReplicatedMapping):
         whole: torch.Tensor = mapping.hf_to_megatron(found[""], torch.nn.Linear(1, 1))
         return whole

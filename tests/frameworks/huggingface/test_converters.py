@@ -37,6 +37,21 @@ CONVERTED = {
             "moe_layer_interval": 1,
         },
     ),
+    "nemotron_h": Tiny(
+        "NemotronHConfig",
+        {
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        },
+    ),
     "glm_moe_dsa": Tiny(
         "GlmMoeDsaConfig",
         {

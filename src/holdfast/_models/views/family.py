@@ -303,6 +303,8 @@ _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "v
 def sizes_of(config: Mapping[str, object], where: str) -> dict[str, int]:
     """Return the numbers in a configuration, on which shapes depend. BadInput for a count below 1."""
     sizes = {key: value for key, value in config.items() if type(value) is int}
+    if isinstance(layers := config.get("layers_block_type"), list):
+        sizes.setdefault("num_hidden_layers", len(layers))
     if "num_attention_heads" in sizes:
         sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
     for name in _EXPERTS:

@@ -278,6 +278,17 @@ def _stacked(sizes: Sizes) -> tuple[Dims, int]:
     return (key, key, sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]), 1
 
 
+def _mamba(sizes: Sizes) -> tuple[Dims, int]:
+    inner, heads = sizes["mamba_num_heads"] * sizes["mamba_head_dim"], sizes["mamba_num_heads"]
+    state = sizes["n_groups"] * sizes["ssm_state_size"]
+    return (inner, inner, state, state, heads), 1
+
+
+def _conv(sizes: Sizes) -> tuple[Dims, int]:
+    (_, *parts, _), heads = _mamba(sizes)
+    return tuple(parts), heads
+
+
 _HEADS: dict[str, tuple[Callable[[Sizes], tuple[Dims, int]], int, str]] = {
     "delta_query": (
         _by_key_heads,
@@ -303,9 +314,27 @@ _HEADS: dict[str, tuple[Callable[[Sizes], tuple[Dims, int]], int, str]] = {
     ),
     "stacked_key": (_stacked, 1, "As `stacked_query`: the keys."),
     "stacked_value": (_stacked, 2, "As `stacked_query`: the values."),
+    "mamba_gate": (
+        _mamba,
+        0,
+        "The gates (z) of a Mamba layer's input projection. Published, all gates stand above all inputs (x), "
+        "these above B, C and the time steps (dt).",
+    ),
+    "mamba_input": (_mamba, 1, "As `mamba_gate`: the inputs."),
+    "mamba_b": (_mamba, 2, "As `mamba_gate`: B."),
+    "mamba_c": (_mamba, 3, "As `mamba_gate`: C."),
+    "mamba_step": (_mamba, 4, "As `mamba_gate`: the time steps."),
+    "conv_input": (
+        _conv,
+        0,
+        "The inputs (x) of a Mamba layer's convolution. Published, all inputs stand above B, these above C.",
+    ),
+    "conv_b": (_conv, 1, "As `conv_input`: B."),
+    "conv_c": (_conv, 2, "As `conv_input`: C."),
 }
-"""By way, for gated delta nets: a function that returns the rows of each part of a head and the number of
-heads; the index of the part; and a description. In published tensors, the parts of a head are stacked."""
+"""By way, for gated delta nets and Mamba layers: a function that returns the rows of each part of a head and
+the number of heads; the index of the part; and a description. In published tensors, the parts of a head are
+stacked."""
 
 
 def _of_heads(way: str) -> Way:

@@ -27,11 +27,12 @@ CUTS = {
     "linear_fc1": ROWS,
     "linear_proj": COLUMNS,
     "linear_fc2": COLUMNS,
-    # Gated delta nets, whose heads are split.
+    # Gated delta nets and Mamba layers, whose heads are split.
     "in_proj": ROWS,
     "conv1d": ROWS,
     "A_log": ROWS,
     "dt_bias": ROWS,
+    "D": ROWS,
     "out_proj": COLUMNS,
     # Transformer Engine's layers have these whole on all ranks, others split them; they are small.
     "linear_q_down_proj": WHOLE,
