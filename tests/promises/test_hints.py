@@ -46,6 +46,7 @@ RAISED_BY: dict[str, list[Callable[..., Any]]] = {
     "_core/loading/rest.py": [holdfast.load, holdfast.Checkpoints.restore],
     "_core/loading/tied.py": [holdfast.load, holdfast.Checkpoints.restore],
     "_models/equality/same.py": [holdfast.same],
+    "_core/background/local_save.py": [holdfast.Checkpoints],
     "_core/plan/agreement.py": [holdfast.save, holdfast.async_save, holdfast.Checkpoints.save],
     "_core/protocol/call.py": [holdfast.save, holdfast.load, dcp.save, dcp.load, huggingface.export],
     "_core/run/owner.py": [holdfast.Checkpoints],

@@ -134,7 +134,7 @@ def test_other_ranks_are_refused_with_one_sentence(
     folders = [str(tmp_path / "host0")] * WORLD
     for said, _ in mcore_world.run(fetch_jobs.load_local, "qwen3_moe", folders, layout, timeout=120):
         assert said.startswith("MissingTensors: ")
-        assert "was fetched for ranks 0-3 of world=8,tp=2,pp=2,ep=2,etp=1" in said
+        assert "was made for ranks 0-3 of world=8,tp=2,pp=2,ep=2,etp=1" in said
         assert (
             "that rank 4 asks for" in said
             or "that rank 5 asks for" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -32,6 +33,7 @@ class Pending(Future[SaveReport]):
     `exception` block; everything else returns at once.
 
     A cancelled save ends with a HoldfastError that names the cancelling rank, not with CancelledError.
+    With `Checkpoints(local=)` the future ends with the durable commit; `committed` does not wait for that.
     """
 
     def __init__(self, path: str, step: int | None) -> None:
@@ -51,6 +53,8 @@ class Pending(Future[SaveReport]):
         self._save: SaveJob | None = None
         self.who: str = "a rank"
         """Description of the saving rank, for messages."""
+        self.local: Future[SaveReport] | None = None
+        """The commit in the local folders of all hosts, before the durable one; cancelled: there is none."""
         self._last = Progress("staging", 0, 0)
         self._cancel: HoldfastError | None = None
 
@@ -117,12 +121,51 @@ class Pending(Future[SaveReport]):
     def committed(self, timeout: float | None = None) -> SaveReport:
         """Wait until the save is committed on all ranks; if it fails, raise the same error on all ranks.
 
+        With `Checkpoints(local=)`: until it is committed in the local folders of all hosts or, if a host
+        could not, in the run.
+
         timeout: seconds to wait; default: no limit besides the deadline of the save itself. Raises
             DeadlineExceeded after that; the save goes on.
         """
-        if not self.wait(timeout):
+        begun = time.monotonic()
+        if self.local is not None:
+            concurrent.futures.wait([self.local, self], timeout, concurrent.futures.FIRST_COMPLETED)
+            if (report := self._local_report()) is not None:
+                return report
+        if not self.wait(None if timeout is None else max(0.0, begun + timeout - time.monotonic())):
             raise self.late("committed", timeout)
         return self.result()  # it has ended
+
+    def durable(self, timeout: float | None = None) -> SaveReport:
+        """Wait as `committed` does, but until the save is committed in the run itself also with
+        `Checkpoints(local=)`."""
+        if not self.wait(timeout):
+            raise self.late("durable", timeout)
+        return self.result()  # it has ended
+
+    def _local_report(self) -> SaveReport | None:
+        local = self.local
+        return None if local is None or not local.done() or local.cancelled() else local.result()
+
+    def has_local(self, report: SaveReport | None) -> None:
+        """Record that the step is committed in all local folders; None: that it is not in all of them."""
+        assert self.local is not None
+        if report is not None:
+            self.local.set_result(report)
+        else:
+            self.local.cancel()
+            self.local.set_running_or_notify_cancel()  # wakes up those who wait for it
+
+    @property
+    def goal(self) -> str:
+        """What the save is once it has ended well, for messages."""
+        return "committed" if self.local is None else "durable"
+
+    @property
+    def kept(self) -> str:
+        """A sentence for messages: where the step is committed although the save has not ended well."""
+        is_local = self._local_report() is not None
+        return " The step is committed in the local folders of all hosts." if is_local else ""
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Like `committed`, but raise TimeoutError if the save takes longer than `timeout` seconds."""
@@ -188,7 +231,7 @@ class Pending(Future[SaveReport]):
         where = self.progress()
         return DeadlineExceeded(
             f"The save of {self.path} was not {what} within {timeout:g} s: it is in phase {where.phase!r}, "
-            f"with {where.bytes_done} of {where.bytes_total} bytes written. It goes on.",
+            f"with {where.bytes_done} of {where.bytes_total} bytes written. It goes on.{self.kept}",
             step=self.step,
             phase=where.phase,
         )

@@ -17,12 +17,14 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from weakref import finalize
 
 from holdfast._core.background.arena import Arena
 from holdfast._core.background.gpu_copy import copies_into
+from holdfast._core.background.local_save import LocalSave
 from holdfast._core.background.pending import Pending
 from holdfast._core.background.sinks import StagedSink, WaveSink, forget_copied, is_written_here
 from holdfast._core.background.stage import Into, Staged, aligned_bytes, check_one_wave, plan_copies, stage
@@ -139,8 +141,11 @@ class SaveQueue:
                 pending.seen = True
             pending._attempt(job)  # before the thread starts, so that a cancel always finds the job
             before = self.saves[-1] if self._in_order and self.saves else None
+            if isinstance(job, LocalSave):
+                pending.local = Future()
+                job.keep(staged)
             if staged is not None:
-                forget_copied(job)  # training may free or change its tensors from here on
+                forget_copied(job.table)  # training may free or change its tensors from here on
                 pending.has_staged()
                 job.sink = StagedSink(room.writer, room.arena, staged)
             else:
@@ -174,7 +179,7 @@ class SaveQueue:
             self.saves.clear()  # only the parent has the threads that end them
         while len(self.saves) > leave:
             if not self.saves[0].wait(timeout):
-                raise self.saves[0].late("committed", timeout)
+                raise self.saves[0].late(self.saves[0].goal, timeout)
             yield self.saves.popleft()
 
     def release(self) -> None:
@@ -234,6 +239,8 @@ class SaveQueue:
             if room.arena is None:
                 room.arena = Arena()
             if budget is not None and nbytes > budget:
+                if isinstance(job, LocalSave):
+                    raise job.too_large(nbytes, budget)
                 check_one_wave(job.table, copies, budget)
                 results.append(None)
                 return
@@ -263,7 +270,7 @@ class SaveQueue:
 def _run(pending: Pending, job: SaveJob, room: Room, retries: int, before: Pending | None) -> SaveReport:
     """Run a save after `before` has ended; retry it if it fails."""
     # All attempts share the deadline of the call, so it ends in time regardless of the number of retries.
-    deadline, pause = job.request.call.deadline, 0.1
+    deadline = job.request.call.deadline
     # If the caller has set no timeout, this wait is bounded by the deadline of the save before it.
     if before is not None and not before.wait(None if deadline.moves else deadline.left()):
         # An error on all ranks: this save has no time left, and the writer is not free.
@@ -272,6 +279,16 @@ def _run(pending: Pending, job: SaveJob, room: Room, retries: int, before: Pendi
             rank=job.rank,
         )
     deadline.note_progress()
+    if isinstance(job, LocalSave):
+        return job.run_both(
+            pending, partial(_attempt, pending, room=room, retries=retries), room.writer, room.arena
+        )
+    return _attempt(pending, job, room, retries)
+
+
+def _attempt(pending: Pending, job: SaveJob, room: Room, retries: int) -> SaveReport:
+    """Run a save; retry it if it fails."""
+    deadline, pause = job.request.call.deadline, 0.1
     while True:
         try:
             return _run_once(job, room)
@@ -320,13 +337,13 @@ def _outcome(pending: Pending) -> Failure | None:
         ended = pending.wait(timeout)
     except KeyboardInterrupt:
         message = (
-            f"{pending.who} ends, and its last save to {pending.path} was not committed yet: Ctrl-C at the "
-            "end of the process."
+            f"{pending.who} ends, and its last save to {pending.path} was not {pending.goal} yet: Ctrl-C at "
+            f"the end of the process.{pending.kept}"
         )
         return Failure(message, ENDED_BY_INTERRUPT)
     error = pending.failure()
     if not ended:
-        error = HoldfastError(f"It took longer than {timeout:g} s.")
+        error = HoldfastError(f"It took longer than {timeout:g} s.{pending.kept}")
     elif not pending.failed_unseen():
         if error is not None and pending.only_warns:
             log.warning("A save in the background failed: %s", error)

@@ -17,6 +17,7 @@ from holdfast._core.format.names import DATA, WrittenFile
 from holdfast._core.io.file_writer import About, discard, split_files
 from holdfast._core.layout.tensor import OBJECT, Replica
 from holdfast._core.plan.save import plan_save
+from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.saving.job import SaveJob
 from holdfast._core.state.memory import BytesMemory
 from holdfast._core.store.base import Store, capabilities
@@ -81,7 +82,7 @@ class WaveSink:
             job.operation.cancel.check()
             self.copying = False
             if part == len(cuts) - 1:
-                forget_copied(job)
+                forget_copied(table)
                 self._has_staged()
             order = _order(job, replicas, about, self._arena, staged, options, part)
             files += _write(self._writer, self._arena, job, order)
@@ -148,9 +149,8 @@ def _write(writer: WriterClient, arena: Arena, job: SaveJob, order: WriteJob) ->
         job.operation.presence.more = dict
 
 
-def forget_copied(job: SaveJob) -> None:
+def forget_copied(table: ShardTable) -> None:
     """Drop references to the copied tensors; objects are kept, to compare them with those of other ranks."""
-    table = job.table
     table.memory = [
         memory if spec.kind == OBJECT else _COPIED
         for spec, memory in zip(table.specs, table.memory, strict=True)

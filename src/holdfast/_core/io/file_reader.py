@@ -53,8 +53,8 @@ def plan_read(
 ) -> ReadPlan:
     """Plan which chunks fill which rows of the shard table.
 
-    rows: the tensor in `columns` of each row. fetched_for: the ranks that a slice was fetched for; "" if the
-    checkpoint is complete.
+    rows: the tensor in `columns` of each row. fetched_for: the ranks that a slice was fetched for, or whose
+    state a local copy holds; "" if the checkpoint is complete.
 
     CorruptCheckpoint if the chunks of a tensor do not tile it exactly once; MissingTensors if a slice does
     not hold all of a row.
@@ -81,9 +81,9 @@ def plan_read(
         if problem is not None:
             name = table.specs[problem.tensor].name
             raise MissingTensors(
-                f"{where} was fetched for {fetched_for}, and does not hold all of {name!r} that rank "
+                f"{where} was made for {fetched_for}, and does not hold all of {name!r} that rank "
                 f"{table.rank} asks for.",
-                hint="Fetch for this rank, with the grid that it runs in, or load from the whole folder.",
+                hint="Load the whole checkpoint, or fetch for this rank, with the grid that it runs in.",
                 details={"missing": [name]},
             )
     return _planned(pairs, table)

@@ -14,11 +14,12 @@ from holdfast._core.format.columns import ITEMSIZE, Array, Columns
 from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.format.index import Index
 from holdfast._core.format.limits import METADATA_BYTES
+from holdfast._core.format.local_copy import read_copy
 from holdfast._core.format.names import IMPORTED_MODEL, INDEX, METADATA, SLICE, is_marker
 from holdfast._core.format.slice import CHECKPOINT, read_origin
 from holdfast._core.io import registered_openers
 from holdfast._core.io.open_files import OnDemand, OpenFiles
-from holdfast._core.io.slice import Slice
+from holdfast._core.io.slice import CopyOfStep, Slice
 from holdfast._core.io.small_files import read_file
 from holdfast._core.io.source import Source
 from holdfast._core.layout.tensor import OBJECT, dtype_code
@@ -51,7 +52,10 @@ def _checkpoint(store: Store, opened: ExitStack) -> Source | None:
     index = _index(store, INDEX, opened)
     notes = index.about.get("notes") if index is not None else None
     imported = isinstance(notes, dict) and notes.get("imported") == IMPORTED_MODEL
-    return _registered(store, opened, index) if imported else index
+    if imported:
+        return _registered(store, opened, index)
+    copy = None if index is None else read_copy(index.about)
+    return index if index is None or copy is None else CopyOfStep(index, copy)
 
 
 def _slice(store: Store, opened: ExitStack) -> Source | None:

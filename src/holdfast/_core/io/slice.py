@@ -1,7 +1,8 @@
-"""A slice, fetched from a checkpoint or a published model, as a source of loads.
+"""A part of a checkpoint as a source of loads: a slice that was fetched, from a checkpoint or a published
+model, or a host's local copy of a step.
 
-It has all names of its source, but only the chunks that were fetched. A load that asks for more is refused
-before anything is read (`file_reader.plan_read`).
+It has only some chunks of its tensors. A load that asks for more is refused before anything is read
+(`file_reader.plan_read`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Sequence
 from holdfast._core.base.values import Message
 from holdfast._core.format.columns import Array, Columns
 from holdfast._core.format.index import Index
+from holdfast._core.format.local_copy import LocalCopy
 from holdfast._core.format.slice import read_origin
+from holdfast._core.layout.ranks import ranks_of
 
 
 class IndexSource:
@@ -54,3 +57,12 @@ class Slice(IndexSource):
         # Hosts have different slices of one version; with a common identity their ranks can load together.
         self.identity = self.origin.identity
         self.fetched_for = self.origin.fetched_for
+
+
+class CopyOfStep(IndexSource):
+    """A host's local copy of a step. All hosts' copies have the same identity, so ranks can load together."""
+
+    def __init__(self, index: Index, copy: LocalCopy) -> None:
+        super().__init__(index)
+        self.identity, self.fetched_for = copy.save, copy.held_for
+        self.about = {**index.about, "ranks": len(ranks_of(copy.ranks))}  # not only those of this host

@@ -110,7 +110,8 @@ def exchange_offsets(
     store: Store, call: Call, table: ShardTable, collect_error: HoldfastError | None
 ) -> OffsetExchange:
     """Send this rank's lengths along uneven axes, and receive the offsets of its shards."""
-    lengths = OffsetExchange(f"lengths for the load of {store.url}", f"{store.url}|lengths", call).of(
+    place = call.place or store.url
+    lengths = OffsetExchange(f"lengths for the load of {place}", f"{place}|lengths", call).of(
         table, collect_error
     )
     lengths.run()

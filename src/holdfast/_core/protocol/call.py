@@ -48,6 +48,10 @@ class Call:
     deadline: Deadline
     limits: Limits
     line: Line | None = None
+    place: str = ""
+    """Names the folder of the call, if ranks have it under different paths; "": its URL does."""
+    is_part: bool = False
+    """Whether that folder has only what some ranks have saved: a name that it lacks may be elsewhere."""
 
     @property
     def rank(self) -> int:

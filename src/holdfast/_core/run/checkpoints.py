@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import SupportsFloat
 
@@ -16,13 +17,15 @@ from holdfast._core.io.renamed import Rename
 from holdfast._core.loading.job import run_load_once
 from holdfast._core.loading.request import RAISE, LoadReport, LoadRequest
 from holdfast._core.protocol.call import Call, begin_call, whole_step
+from holdfast._core.protocol.job import Job
 from holdfast._core.protocol.operation import agree
 from holdfast._core.run.folder import RunFolder
+from holdfast._core.run.local_tier import LocalTier
 from holdfast._core.run.turns import one_at_a_time
 from holdfast._core.saving.job import SaveJob
 from holdfast._core.saving.request import PREVIOUS, SaveRequest
 from holdfast._core.state.flatten import flatten
-from holdfast._core.store.base import Store
+from holdfast._core.store.base import Folder, Store
 from holdfast._core.store.run_folder import committed_folder, own_steps
 from holdfast.errors import BadInput, Conflict, NotCommitted
 
@@ -37,9 +40,52 @@ class Checkpoints(RunFolder):
     `best`. Others are removed after a newer one is committed, never before. Use it as a context manager, or
     call `close()`, before the process group is destroyed: both wait for running saves.
 
+    local: a folder of each host (NVMe, or /dev/shm), on all ranks. A save is committed there first, and then,
+        from the same copy in memory, in the run: `Pending.committed` waits for the first,
+        `Pending.durable`, `close` and the end of the process for the second. `restore` takes the newest step
+        that all ranks have, in local folders or in the run (docs/storage.md).
     keep_every, best, best_mode, keep_best, save_every, asynchronous, in_flight, on_busy, on_failure,
-    takeover, start_from, job: see `holdfast._core.run.folder.RunFolder`.
+    takeover, start_from, job: see `holdfast._core.run.folder.RunFolder`. With `local`, a save runs until it
+        is in the run, and `asynchronous=False` waits for the local commit.
     """
+
+    def __init__(
+        self,
+        run: Folder,
+        *,
+        local: Folder | None = None,
+        keep: int | None = None,
+        keep_every: int | timedelta | None = None,
+        best: str | None = None,
+        best_mode: str | None = None,
+        keep_best: int = 1,
+        save_every: int | timedelta | None = None,
+        asynchronous: bool = True,
+        in_flight: int = 1,
+        on_busy: str = "wait",
+        on_failure: str = "raise",
+        takeover: bool = False,
+        start_from: Folder | None = None,
+        job: Job | None = None,
+    ) -> None:
+        super().__init__(
+            run,
+            keep=keep,
+            keep_every=keep_every,
+            best=best,
+            best_mode=best_mode,
+            keep_best=keep_best,
+            save_every=save_every,
+            asynchronous=asynchronous,
+            in_flight=in_flight,
+            on_busy=on_busy,
+            on_failure=on_failure,
+            takeover=takeover,
+            start_from=start_from,
+            job=job,
+        )
+        if local is not None:
+            self._tier = LocalTier(local, self.store)
 
     def save(
         self,
@@ -91,7 +137,7 @@ class Checkpoints(RunFolder):
                 permit=partial(self._permit_save, call, step),
                 after=lambda: self._retire(step),
             )
-            return SaveJob(request)
+            return SaveJob(request) if self._tier is None else self._tier.save(self, request, self._takeover)
 
         return self._save(make, step, force, timeout)
 
@@ -155,7 +201,7 @@ class Checkpoints(RunFolder):
                 call=call,
                 include=include,
                 exclude=exclude,
-                strict=strict,
+                strict=strict or call.is_part,
                 cast=cast,
                 rename=rename,
                 on_shape=on_shape,
@@ -205,3 +251,5 @@ class Checkpoints(RunFolder):
 
         title = f"removal of step {step} from {self.store.url}"
         agree(title, f"{self.store.url}|delete|{step}", remove, call)
+        if self._tier is not None and self._has_tier():
+            self._tier.forget(step, call.rank)

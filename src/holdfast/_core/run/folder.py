@@ -20,7 +20,8 @@ from holdfast._core.protocol.call import Call, begin_call, whole_step
 from holdfast._core.protocol.job import Job, job_of
 from holdfast._core.protocol.liveness import LEFT_OUT
 from holdfast._core.protocol.operation import agree
-from holdfast._core.run.choice import Found, agree_on_newest
+from holdfast._core.run.choice import Found, agree_on_copy, agree_on_newest
+from holdfast._core.run.local_tier import LocalTier
 from holdfast._core.run.old_steps import OldSteps
 from holdfast._core.run.origin import Origin
 from holdfast._core.run.owner import lease_of
@@ -42,8 +43,10 @@ from holdfast.errors import (
     BadInput,
     CorruptCheckpoint,
     HoldfastError,
+    MissingTensors,
     NotCommitted,
     Replaced,
+    StorageError,
 )
 
 log = logging.getLogger("holdfast")
@@ -127,6 +130,7 @@ class RunFolder:
         self._source = None if start_from is None else open_store(start_from)
         self._origin: Origin | None = Origin()
         """None once a save is committed, so that later saves skip the check."""
+        self._tier: LocalTier | None = None
         self._calls = threading.RLock()
         """Serialises calls (`turns`)."""
         # At the end of the process the folder is released after the saves.
@@ -184,6 +188,8 @@ class RunFolder:
                 first = first or error
         self._queue.release()
         self._lease.leave(self)
+        if self._tier is not None:
+            self._tier.leave(self)
         if first is not None:
             raise first
 
@@ -237,12 +243,13 @@ class RunFolder:
         # Asked also if the save is forced: all calls count.
         if not self.should_save(step) and not force:
             return None
-        if self._skips and self._asynchronous and self._is_busy(step):
+        behind = self._has_tier() or self._asynchronous
+        if self._skips and behind and self._is_busy(step):
             return None
-        left_out = self._settle(leave=self._in_flight - 1 if self._asynchronous else 0, step=step)
+        left_out = self._settle(leave=self._in_flight - 1 if behind else 0, step=step)
         # Saves of other run folders are under way, so these have their own messages.
         line = f"{LANE}-{hex_digest(digest(self.store.url.encode()))}"
-        if self._asynchronous:
+        if behind:
             pending = self._queue.save(
                 lambda: make(begin_call(job).lane(line).in_line(line, self._pending())),
                 self._folder(step).url,
@@ -255,10 +262,16 @@ class RunFolder:
             if left_out is not None:
                 left_out.hint = f"Step {step} is being saved all the same."
                 raise left_out
+            if not self._asynchronous:
+                pending.committed()
             return pending
         report = make(begin_call(job).in_line(line)).run()
         self._origin = None
         return finished(report, step)
+
+    def _has_tier(self) -> bool:
+        """Return whether all ranks have local folders."""
+        return self._tier is not None and self._tier.begin(begin_call(self._job).lane("local")) is not None
 
     def _pending(self) -> list[int | None]:
         return [save.step for save in self._queue.saves if not save.done()]
@@ -307,7 +320,7 @@ class RunFolder:
             about["retention"] = rules
         if metrics is not None:
             about["metrics"] = self._rules.checked(metrics)
-        return about
+        return about if self._tier is None else about | self._tier.about()
 
     @one_at_a_time
     def _load(
@@ -322,38 +335,43 @@ class RunFolder:
         rejected: tuple[int, ...] = ()
         tries = 0
         while True:
-            found = (
-                agree_on_newest(self.store, self._source, call, rejected)
-                if step is None
-                else self._named(step)
-            )
+            found = self._find(step, call, rejected)
             if found is None:
                 if rejected:
                     raise CorruptCheckpoint(
                         f"All committed steps in {self.store.url} are damaged: {sorted(rejected)}."
                     )
                 return None
-            chosen, store, is_own = found
+            chosen, store, place = found.step, found.store, found.place
             is_given = step is not None or store is self._source  # then there is nothing to choose
             try:
-                loaded = load(store, chosen, call)
+                loaded = load(store, chosen, replace(call, place=place, is_part=found.is_part))
                 level = logging.INFO if leads else logging.DEBUG
-                if is_own:
+                if self._tier is not None:
+                    self._tier.restored(found.save, found.durable)
+                if found.is_own:
                     self._origin = Origin(chosen)
-                    log.log(level, "Step %s is restored, from %s.", chosen, store.url)
+                    where = f"{store.url} and the other local folders" if place else store.url
+                    log.log(level, "Step %s is restored, from %s.", chosen, where)
                 else:  # a step of another run leaves none of this one behind
                     log.log(level, "%s has no step yet: the run starts from %s.", self.store.url, store.url)
                 return loaded
-            # The job that saves here may replace or retire the step meanwhile: that is no damage.
-            except (Replaced, NotCommitted) as error:
-                tries += 1
-                if is_given or tries > TRIES:
-                    raise
-                log.info("Step %s went while it was being loaded; choosing again: %s", chosen, error)
-            except CorruptCheckpoint as error:
-                if not fallback or is_given or not is_own or chosen is None:
-                    raise
+            except (CorruptCheckpoint, MissingTensors, NotCommitted, Replaced, StorageError) as error:
                 level = logging.WARNING if leads else logging.DEBUG
+                if place and self._tier is not None:
+                    self._tier.rejected.add(found.save)
+                    log.log(level, "Step %s can't be restored from local folders: %s", chosen, error)
+                    continue
+                # The job that saves here may replace or retire the step meanwhile: that is no damage.
+                if isinstance(error, Replaced | NotCommitted):
+                    tries += 1
+                    if is_given or tries > TRIES:
+                        raise
+                    log.info("Step %s went while it was being loaded; choosing again: %s", chosen, error)
+                    continue
+                is_damaged = isinstance(error, CorruptCheckpoint)
+                if not is_damaged or not fallback or is_given or not found.is_own or chosen is None:
+                    raise
                 log.log(level, "Step %d is damaged and passed over for the one before it: %s", chosen, error)
                 events.emit(
                     "load.rejected", rank=call.rank, step=chosen, path=self.store.url, reason=str(error)
@@ -361,7 +379,16 @@ class RunFolder:
                 rejected = (*rejected, chosen)
                 self._old.damaged.add(chosen)
 
-    def _named(self, step: int) -> Found:
-        """Return a step, whose folder need not be there."""
-        folder = committed_folder(self.store, step) or step_folder(step, self.megatron)
-        return Found(step, self.store.child(folder), True)
+    def _find(self, step: int | None, call: Call, rejected: tuple[int, ...]) -> Found | None:
+        """Return a step, whose folder need not be there, or what `_load` says."""
+        copy = agree_on_copy(self._tier, step, call, rejected) if self._tier and self._has_tier() else None
+        if copy is not None and copy.place:
+            return copy
+        if step is None:
+            found = agree_on_newest(self.store, self._source, call, rejected)
+        else:
+            folder = committed_folder(self.store, step) or step_folder(step, self.megatron)
+            found = Found(step, self.store.child(folder), True)
+        return (
+            found if found is None or copy is None else found._replace(save=copy.save, durable=copy.durable)
+        )

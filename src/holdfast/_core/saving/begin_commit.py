@@ -76,6 +76,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
         # Called only if a name is missing: it opens the old index once more.
         last_writer=partial(_writers, compared),
         may_be_empty=request.may_be_empty,
+        is_part=request.is_part,
         tick=operation.tick,
         replaced_files=replaced,
         before=compared,

@@ -108,6 +108,7 @@ class Commit:
     last_writer: Callable[[str], list[int]]
     tick: Callable[[], None]
     may_be_empty: bool = False
+    is_part: bool = False
     replaced_files: set[str] = field(default_factory=set)
     """Data files of the checkpoint that this one replaces."""
     before: Store | None = None
@@ -136,7 +137,7 @@ class Commit:
                 merger.add(file.rank, columns)
                 self.tick()
             start += len(some)
-        columns = merger.finish(self.tick)
+        columns = merger.finish(self.tick, is_slice=self.is_part)
         if self.expected is not None:
             check_vanished(columns.names, self.expected, self.expected_from, self.last_writer)
         self.tick()

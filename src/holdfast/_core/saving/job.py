@@ -164,9 +164,13 @@ class SaveJob:
         request = self.request
         # On the caller's thread: state_dict() may issue collectives, and CUDA streams belong to a thread.
         leaves = select(request.collect(self.rank).leaves, request.include, request.exclude)
-        self.table, _ = build_shard_table(leaves, self.rank, request.call.participants)
+        self.table, _ = build_shard_table(leaves, self.rank, self.everyone())
         self._holders = Holders(self.table)
         self.streams = CallerStreams(self.table)
+
+    def everyone(self) -> tuple[int, ...]:
+        """Return the ranks that hold the state together."""
+        return self.request.call.participants
 
     # -- agree who writes what ----------------------------------------------------------------------
 

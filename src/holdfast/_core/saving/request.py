@@ -31,6 +31,7 @@ class SaveRequest:
     permit: committer: raises if it may not save; called with a tick before it begins and before it commits.
     may_be_empty: whether all ranks may have nothing to save (torch DCP accepts that).
     mark: committer: called once the save is committed, before others may move it. Must not raise.
+    is_part: the participants hold only a part of the tensors, so these may have gaps.
     marks: names of the files that `mark` writes; other markers, of a save that is replaced, are deleted.
     after: committer: called at the end.
     label: begins the name of the attempt, and so the names of data files.
@@ -55,6 +56,7 @@ class SaveRequest:
     previous: Callable[[], Store | None] | None = None
     permit: Callable[[Callable[[], None]], None] | None = None
     may_be_empty: bool = False
+    is_part: bool = False
     mark: Callable[[], None] | None = None
     marks: tuple[str, ...] = ()
     after: Callable[[], None] | None = None

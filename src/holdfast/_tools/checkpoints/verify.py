@@ -27,6 +27,7 @@ from holdfast._core.format.container import read_header
 from holdfast._core.format.digest import digest
 from holdfast._core.format.index import Index
 from holdfast._core.format.index_pages import PAGE
+from holdfast._core.format.local_copy import read_copy
 from holdfast._core.format.names import INDEX
 from holdfast._core.layout.coverage import first_problem
 from holdfast._core.store.base import Folder, Reader, Store
@@ -88,7 +89,9 @@ def _verify(store: Store, quick: bool, threads: int, progress: ReportProgress) -
         return Verified(store.url, None, quick, 0, 0, 0, 0, time.monotonic() - began, False, tuple(damage))
     columns, about = opened
     step = number(about.get("step"))
-    _coverage(columns, damage)
+    copy = read_copy(about)
+    if copy is None or not copy.is_part:  # of a host's part, other hosts have the rest
+        _coverage(columns, damage)
     # Files before data, because `read` needs to know which files are missing or truncated.
     check = FilesCheck(store, columns, about, damage)
     for file in range(len(columns.file_names)):

@@ -1,0 +1,93 @@
+"""What the index of a step in a local folder says of it: the key `local_copy` of `about`.
+
+It lists what the ranks of one host hold; the copies of all hosts together are the step. No torch, no NumPy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from holdfast._core.layout.ranks import ranks_of
+from holdfast._core.ready import ready
+from holdfast.errors import BadInput
+
+ABOUT = "local_copy"
+SAVE = "save"
+"""The key of `about` in the index of a run's step: the save that the step, and its local copies, are of."""
+
+_SAVE = re.compile("([0-9a-f]+)[.]([0-9]{1,18})")
+
+
+class LocalCopy(msgspec.Struct, frozen=True):
+    """One host's copy of a step."""
+
+    run: str
+    """Where the run is, whose step it is."""
+    folder: str
+    """A random name of the local folder: a copy of the folder on another host is none of that host's."""
+    save: str
+    """The save, equal on all hosts: `<start>.<number>`, with a random name of the start of the job."""
+    start: int
+    """Number of the start. Each is higher than all those before it on any of its hosts."""
+    step: int
+    ranks: str
+    """All participants of the save, in the format of `layout.ranks.ranks_text`."""
+    held_by: str
+    """Those of them that share the folder."""
+    is_part: bool
+    """Whether other hosts have parts of it."""
+    base: str
+    """The save of the newest durable step that was known when this one was saved; "" if there was none."""
+    parent: str
+    """The save that the job was restored from, if that was only in local folders; else ""."""
+
+    @property
+    def number(self) -> int:
+        return number_of(self.save)[1]
+
+    @property
+    def held_for(self) -> str:
+        """For messages of a load that asks for more; "" if it is complete."""
+        return f"the ranks of one host (of ranks {self.ranks})" if self.is_part else ""
+
+
+def number_of(save: str) -> tuple[str, int]:
+    """Return the start and the number of a save; -1 if it was saved without local folders."""
+    match = _SAVE.fullmatch(save)
+    return (match[1], int(match[2])) if match else (save, -1)
+
+
+def read_copy(about: Mapping[str, object]) -> LocalCopy | None:
+    """Return what an index says of a local copy; None if it is of none, or if that is garbled."""
+    try:
+        copy = msgspec.convert(about[ABOUT], ready(LocalCopy))
+        ranks_of(copy.ranks), ranks_of(copy.held_by)
+    except (LookupError, msgspec.ValidationError, BadInput):
+        return None
+    return copy
+
+
+def save_of(about: Mapping[str, object]) -> str:
+    """Return the save that a step of a run is of, by its index."""
+    found = about.get(SAVE) or about.get("attempt")
+    return found if isinstance(found, str) else ""
+
+
+def is_newer(copy: LocalCopy, durable: str) -> bool:
+    """Return whether a local copy was saved after a durable step, by jobs that went on from that.
+
+    durable: its save; "" if the run has no step.
+
+    If not, the run has gone another way since: on other hosts, from an older step, or its steps were removed.
+    """
+    if durable == copy.base:
+        return True
+    start, number = number_of(durable)
+    before, base = number_of(copy.base)
+    if number < 0 or (start == before and number < base):
+        return False
+    parent, most = number_of(copy.parent)
+    return (start == parent and number <= most) or (start == number_of(copy.save)[0] and number < copy.number)

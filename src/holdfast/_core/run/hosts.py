@@ -1,0 +1,138 @@
+"""Which ranks share a local folder: those that see each other's files there, whatever their hosts are called.
+
+Each rank puts a file into its folder and tells its name; then it tells whose files it sees. Nothing else
+proves that two ranks share a folder: containers of one machine may have different ones under one path, and a
+folder may be a copy of another host's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from contextlib import closing, suppress
+
+import msgspec
+
+from holdfast._core.base.values import NO_JSON, Json
+from holdfast._core.protocol.call import Call
+from holdfast._core.protocol.operation import agree
+from holdfast._core.ready import ready
+from holdfast._core.store.base import VERSION_BYTES, NotFound, Store, replace_file
+from holdfast.errors import HoldfastError
+
+STATE = ".holdfast-local.json"
+"""In a local folder: whose it is."""
+HERE = ".holdfast-here-"
+"""Begins the names of the files by which ranks find out who shares a folder."""
+
+
+class FolderState(msgspec.Struct, frozen=True):
+    """The content of `STATE`."""
+
+    run: str
+    folder: str
+    """As `LocalCopy.folder`."""
+    start: int
+    """The highest number of a start that has saved into it."""
+    version: str = ""
+    """Random, new at each write: the last bytes of the file identify its version."""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What the ranks of a job have agreed on. `ranks` and `folder` are those of one host."""
+
+    name: str
+    """Random."""
+    number: int
+    ranks: tuple[int, ...]
+    folder: str
+    """As `LocalCopy.folder`. A new name if the folder had none, or is a copy of another host's."""
+    newest: str
+    """The save of the run's newest step, as `local_copy.save_of`; "" if there was none."""
+
+
+def read_state(store: Store) -> FolderState | None:
+    """Return whose a local folder is; None if it does not tell."""
+    try:
+        reader = store.open(STATE)
+    except NotFound:
+        return None
+    with closing(reader):
+        data = reader.read(0, 1 << 16)
+    try:
+        return msgspec.json.decode(data, type=ready(FolderState))
+    except NO_JSON:
+        return None
+
+
+def write_state(store: Store, run: str, start: Start) -> None:
+    """Say whose a local folder is, before its first copy of this start is committed."""
+    state = FolderState(run, start.folder, start.number, secrets.token_hex(VERSION_BYTES))
+    replace_file(store, STATE, msgspec.json.encode(state))
+
+
+def meet_on_hosts(store: Store, run: str, call: Call, newest: Callable[[], str]) -> Start | str:
+    """Return what all ranks agree on; or, on all ranks, why a folder can't be used.
+
+    newest: the committer: returns the save of the run's newest step.
+    """
+    mine = f"{HERE}{secrets.token_hex(8)}"
+    title = f"question which ranks share a local folder of {run}"
+    try:
+        told: Json = {"file": mine}
+        try:
+            replace_file(store, mine, mine.encode())
+        except HoldfastError as error:
+            told = {"why": error.message}
+        files = agree(title, f"{run}|local|files", _files, call, told)
+        if isinstance(files, str):
+            return files
+        answer = agree(
+            title, f"{run}|local|hosts", lambda all_: _hosts(all_, newest()), call, _seen(store, run, files)
+        )
+    finally:
+        with suppress(HoldfastError):
+            store.delete(mine)
+    if isinstance(answer, str):
+        return answer
+    host = next(host for host in answer["hosts"] if call.rank in host["ranks"])
+    return msgspec.convert({**answer, **host}, ready(Start))
+
+
+def _files(told: dict[int, Json]) -> Json:
+    """Committer: return each rank's file, or why one has none."""
+    for rank, one in sorted(told.items()):
+        if "why" in one:
+            return f"rank {rank}: {one['why']}"
+    return {str(rank): one["file"] for rank, one in told.items()}
+
+
+def _seen(store: Store, run: str, files: dict[str, str]) -> Json:
+    """Return which ranks' files this rank sees, and whose its folder is."""
+    try:
+        names, state = set(store.list()), read_state(store)
+    except HoldfastError as error:
+        return {"why": error.message}
+    if state is not None and state.run != run:
+        return {"why": f"{store.url} holds copies of another run, {state.run}"}
+    seen = [int(rank) for rank, name in files.items() if name in names]
+    folder, start = (state.folder, state.start) if state is not None else ("", 0)
+    return {"seen": sorted(seen), "folder": folder, "start": start}
+
+
+def _hosts(told: dict[int, Json], newest: str) -> Json:
+    """Committer: group the ranks, and give each group the name of its folder."""
+    for rank, one in sorted(told.items()):
+        if "why" in one:
+            return f"rank {rank}: {one['why']}"
+    groups: dict[tuple[int, ...], str] = {}
+    for rank, one in sorted(told.items()):
+        # Those that see each other, and the same others. A rank that sees what the others don't is alone.
+        same = tuple(other for other in one["seen"] if told[other]["seen"] == one["seen"])
+        groups.setdefault(same if rank in same else (rank,), one["folder"])
+    hosts, taken = [], {""}
+    for ranks, folder in groups.items():
+        hosts.append({"ranks": ranks, "folder": secrets.token_hex(8) if folder in taken else folder})
+        taken.add(folder)
+    number = 1 + max(one["start"] for one in told.values())
+    return {"name": secrets.token_hex(8), "number": number, "hosts": hosts, "newest": newest}
