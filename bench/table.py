@@ -20,6 +20,7 @@ ORDER = (
     "unchanged",
     "per_tensor",
     "async_save",
+    "objects",
     "defaults",
     "fsdp",
     "megatron",

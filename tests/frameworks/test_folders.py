@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +97,67 @@ def test_what_replaces_megatron_cores_save_takes_paths(settings: Settings, tmp_p
             with pytest.raises(BadInput, match="this framework writes a part of a checkpoint by itself"):
                 call(*given)
     assert list(tmp_path.iterdir()) == []
+
+
+TRAINER = SimpleNamespace(args=SimpleNamespace(output_dir="s3://bucket/run"))
+LOCAL = SimpleNamespace(args=SimpleNamespace(output_dir="run"))
+TRAINERS = [
+    ("transformers.trainer:Trainer._save_checkpoint", (TRAINER, None, None), (LOCAL, None, None)),
+    ("transformers.trainer:Trainer.save_model", (TRAINER,), (TRAINER, "elsewhere")),
+    ("transformers.trainer:Trainer.save_model", (LOCAL, "gs://bucket/run"), (LOCAL,)),
+    ("transformers.trainer:Trainer._load_from_checkpoint", (LOCAL, "s3://bucket/run"), (TRAINER, "run")),
+    ("accelerate.accelerator:Accelerator.save_state", (None, "s3://bucket/run"), (None, "run")),
+    ("accelerate.accelerator:Accelerator.load_state", (None, Path("s3://bucket/run")), (None, Path("run"))),
+    (
+        "accelerate.utils.fsdp_utils:save_fsdp_model",
+        (None, None, None, "az://box/run"),
+        (None, None, None, "run"),
+    ),
+    ("swift.megatron.trainers.base:BaseMegatronTrainer.save_checkpoint", (TRAINER,), (LOCAL,)),
+    ("swift.megatron.utils.megatron_lm_utils:save_mcore_checkpoint", (TRAINER.args, []), (LOCAL.args, [])),
+    (
+        "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager.save_checkpoint",
+        (None, "s3://bucket/run"),
+        (None, "run", "hdfs://cluster/run"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("place", "url", "path"), TRAINERS)
+def test_trainers(
+    settings: Settings, tmp_path: Path, place: str, url: tuple[object, ...], path: tuple[object, ...]
+) -> None:
+    """They write beside torch DCP: for a URL nothing is called, and a path goes on as before."""
+    called: list[tuple[object, ...]] = []
+    guarded = guard_of(place, settings).make(with_arguments_of(place, called))
+    with pytest.raises(BadInput, match="this framework writes a part of a checkpoint by itself"):
+        guarded(*url)
+    assert (called, list(tmp_path.iterdir())) == ([], [])
+    guarded(*path)
+    assert called == [path]
+
+
+def with_arguments_of(place: str, called: list[tuple[object, ...]]) -> Any:
+    """Return a function with the arguments of a framework's, by its source: its imports may not be installed."""
+    module, _, name = place.partition(":")
+    package, *rest = module.split(".")
+    found = find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    source = Path(next(iter(found.submodule_search_locations)), *rest).with_suffix(".py")
+    scope: Any = ast.parse(source.read_text())
+    for part in name.split("."):
+        scope = next(node for node in scope.body if getattr(node, "name", None) == part)
+    parameters = []
+    for number, one in enumerate(scope.args.args):
+        has_default = number >= len(scope.args.args) - len(scope.args.defaults)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters.append(
+            inspect.Parameter(one.arg, kind, default=None if has_default else inspect.Parameter.empty)
+        )
+
+    def function(*given: object) -> None:
+        called.append(given)
+
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return function

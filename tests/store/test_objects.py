@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from holdfast._core.store.local import open_store
 from holdfast._core.store.object_errors import explained
 from holdfast._tools.cli import cli
 from holdfast.errors import BadInput, HoldfastError, StorageError
-from tests.support.object_servers import BUCKET, Proxy, lies, moto, s3_environment
+from tests.support.object_servers import BUCKET, Asked, Proxy, forward, lies, moto, s3_environment
 from tests.support.processes import ProcessWorld
 
 pytest.importorskip("obstore")
@@ -116,6 +118,27 @@ def test_a_large_save_goes_in_parts(proxy: Proxy, place: str) -> None:
     assert same(back, large)
     reads = [line for line in proxy.requests() if line.startswith("GET") and "/data/" in line]
     assert len(reads) <= 1 + 48 // 16 + 1, reads
+
+
+def test_a_large_load_reads_several_parts_at_once(proxy: Proxy, place: str) -> None:
+    large = {f"w{number}": torch.randn(4 << 20) for number in range(4)}  # 64 MiB
+    holdfast.save(large, place, job=ALONE)
+    lock, now, most = threading.Lock(), [0], [0]
+
+    def slowly(asked: Asked) -> Any:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.3)
+        with lock:
+            now[0] -= 1
+        return forward(asked.port, asked.method, asked.path, asked.headers, asked.body)
+
+    proxy.change = slowly
+    back = zeros(large)
+    holdfast.load(back, place, job=ALONE)
+    assert same(back, large)
+    assert most[0] == 4
 
 
 def test_dcp(proxy: Proxy, place: str) -> None:
@@ -259,6 +282,37 @@ def test_a_server_that_ignores_conditions_is_refused(
         assert open_store(place).list() == []
     finally:
         liar.close()
+
+
+def test_a_request_without_an_answer_proves_no_condition(
+    server: int, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    liar = Proxy(server, lies)
+    for name, value in s3_environment(liar.port).items():
+        monkeypatch.setenv(name, value)
+    tries: list[str] = []
+
+    def rule(method: str, path: str, query: str, number: int) -> str:
+        tries.extend([path] if method == "PUT" and object_publish.PROBE in path else [])
+        return "drop" if method == "PUT" and object_publish.PROBE in path and len(tries) == 2 else "pass"
+
+    liar.rule = rule
+    try:
+        with pytest.raises(StorageError, match="its server ignores conditions of writes"):
+            open_store(place).publish("index", b"1" * 64, None)
+        assert len(tries) == 3
+        assert open_store(place).list() == []
+    finally:
+        liar.close()
+
+
+def test_a_trial_without_an_answer_is_no_doubt_about_the_index(proxy: Proxy, place: str, hasty: None) -> None:
+    proxy.rule = lambda method, path, query, number: "drop" if object_publish.PROBE in path else "pass"
+    with pytest.raises(StorageError, match="could not be tried before the first publishing") as caught:
+        open_store(place).publish("index", b"1" * 64, None)
+    assert type(caught.value) is StorageError
+    proxy.rule = lambda *_: "pass"
+    assert open_store(place).list() == []
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "s3://user:very-secret@bucket/x", "s3://bucket/../x"])

@@ -25,12 +25,16 @@ Rule = Callable[[str, str, str, int], str]
 """Given the method, path and query of a request and its number, what happens to it: see `Proxy`."""
 
 
-@contextmanager
-def moto() -> Iterator[int]:
-    """Run moto's S3 with a bucket; yield its port."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind((HOST, 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def moto(started: list[subprocess.Popen[bytes]] | None = None) -> Iterator[int]:
+    """Run moto's S3 with a bucket; yield its port. started: receives its process."""
+    port = free_port()
     server = subprocess.Popen(
         [str(Path(sys.executable).with_name("moto_server")), "-H", HOST, "-p", str(port)],
         stdin=subprocess.DEVNULL,
@@ -38,6 +42,8 @@ def moto() -> Iterator[int]:
         stderr=subprocess.DEVNULL,
         env={**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": "1000"},
     )
+    if started is not None:
+        started.append(server)
     try:
         ends = time.monotonic() + 60
         while True:

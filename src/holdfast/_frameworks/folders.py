@@ -1,12 +1,14 @@
 """Refuses URLs as the folders of frameworks that write a part of a checkpoint by themselves, with `open`.
 
-Megatron-LM's tracker and Megatron-Bridge's train state would go into a local folder named `s3:`, and the
-model into the bucket: half of a checkpoint in each place.
+Megatron-LM's tracker, Megatron-Bridge's train state, and what the Trainer of transformers, Accelerate,
+ms-swift and verl write beside the model would go into a local folder named `s3:`, and the model into the
+bucket: half of a checkpoint in each place.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -14,16 +16,26 @@ from holdfast._core.store.schemes import OURS
 from holdfast.errors import BadInput
 
 _ARGUMENTS = {
-    "megatron.bridge": (
+    "megatron.bridge.": (
         "state.cfg.checkpoint.save",
         "state.cfg.checkpoint.load",
         "cfg.checkpoint.save",
         "ckpt_cfg.save",
         "path",
         "checkpoint_path",
-    )
+    ),
+    "accelerate.": ("output_dir", "input_dir"),
+    "transformers.trainer:Trainer._save_checkpoint": ("self.args.output_dir",),
+    "transformers.trainer:Trainer.save_model": ("output_dir or self.args.output_dir",),
+    "transformers.trainer:Trainer._load": ("resume_from_checkpoint", "checkpoint"),
+    "swift.megatron.trainers.": ("self.args.output_dir",),
+    "swift.megatron.utils.megatron_lm_utils:save": ("output_dir or args.output_dir",),
+    "verl.": ("local_path",),
 }
-"""Where guarded functions of a package find their folders: arguments, and attributes of them."""
+"""Where guarded functions, by the beginning of their place, find their folders: arguments, and attributes of
+them; after `or`, if the first is None."""
+_URL = re.compile(rf"({'|'.join(OURS)}):/")
+"""Also as pathlib leaves it, with one slash."""
 
 
 def refuse_urls(place: str, given: Mapping[str, object]) -> None:
@@ -36,8 +48,9 @@ def refuse_urls(place: str, given: Mapping[str, object]) -> None:
 def refuse_url(folder: object, name: str) -> None:
     """Raise BadInput for the URL of an object store, given to a framework's function."""
     text = os.fspath(folder) if isinstance(folder, str | os.PathLike) else ""
-    scheme = text.partition("://")[0] if isinstance(text, str) and "://" in text else ""
-    if scheme in OURS:
+    found = _URL.match(text) if isinstance(text, str) else None
+    if found is not None:
+        scheme = found[1]
         raise BadInput(
             f"{name} got a {scheme}:// place, but this framework writes a part of a checkpoint by itself, to "
             f"paths: it would lie in a local folder named '{scheme}:'. Nothing was written.",
@@ -49,10 +62,14 @@ def _folders(place: str, given: Mapping[str, object]) -> Iterator[object]:
     if place.startswith("megatron.training."):
         arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
         yield getattr(arguments, "save" if "save" in place else "load", None)
-    for package, paths in _ARGUMENTS.items():
-        for path in paths if place.startswith(f"{package}.") else ():
-            first, *attributes = path.split(".")
-            value = given.get(first)
-            for attribute in attributes:
-                value = getattr(value, attribute, None)
-            yield value
+    for beginning, paths in _ARGUMENTS.items():
+        for path in paths if place.startswith(beginning) else ():
+            yield next((found for one in path.split(" or ") if (found := _at(one, given)) is not None), None)
+
+
+def _at(path: str, given: Mapping[str, object]) -> object:
+    first, *attributes = path.split(".")
+    value = given.get(first)
+    for attribute in attributes:
+        value = getattr(value, attribute, None)
+    return value

@@ -20,7 +20,7 @@ import numpy as np
 from holdfast._core.base.values import Buffer
 from holdfast._core.format.columns import Array, Columns, unpad
 from holdfast._core.format.digest import digest
-from holdfast._core.io.host_memory import BATCH_BUFFERS, ReportBytes, ScratchBuffer, even_ranges
+from holdfast._core.io.host_memory import BATCH, BATCH_BUFFERS, ReportBytes, ScratchBuffer, even_ranges
 from holdfast._core.io.on_threads import on_threads
 from holdfast._core.layout.box import Box, from_flat_range
 from holdfast._core.layout.coverage import first_problem
@@ -29,6 +29,9 @@ from holdfast._core.plan.read import Overlaps, overlaps
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.store.base import Reader, Store, capabilities
 from holdfast.errors import CorruptCheckpoint, MissingTensors
+
+REQUESTS = 4
+"""Number of reads at once from a store whose reads are requests."""
 
 
 class ReadPlan(NamedTuple):
@@ -132,6 +135,9 @@ class _Job:
         self.tensor = columns.tensor_of_chunk()
         self.itemsize: list[int] = columns.itemsizes().tolist()
         self.lock = threading.Lock()
+        if self.batch > BATCH:
+            # Reads are requests, and this process waits for most of their time. Each has bytes enough.
+            threads = max(threads, min(-(-sum(self.length) // self.batch), REQUESTS))
         files = columns.file[runs.chunk]
         done = 0
         # Not `np.unique`: it imports numpy.ma, which noticeably delays the start of `holdfast inspect`.

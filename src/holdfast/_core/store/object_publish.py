@@ -8,7 +8,8 @@ something only because the bytes of each version are unique: an index ends with 
 random text.
 
 A server that ignores conditions would let two saves win. So each bucket is tried once in a process, before
-the first publishing.
+the first publishing. There only a refusal by the server counts: an object that is still the old one after a
+request without an answer shows nothing, as the request may not have arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import suppress
 from holdfast._core.base.deadline import REAL_CLOCK, Deadline
 from holdfast._core.store.base import VERSION_BYTES, NotFound, Unsettled
 from holdfast._core.store.object_client import PATIENCE, REQUEST, Client, Meta, begin, left, library
-from holdfast._core.store.object_errors import explained, is_final, status_of
+from holdfast._core.store.object_errors import code_of, explained, is_final, status_of
 from holdfast.errors import Conflict, StorageError
 
 PROBE = ".holdfast-probe-"
@@ -28,6 +29,8 @@ PROBE = ".holdfast-probe-"
 _COMPARED = 4096
 """Bytes at the end of an object that are compared with ours."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_NO_PROOF = ("ConditionalRequestConflict", "OperationAborted")
+"""Codes of a 409 that tell nothing of the condition."""
 
 
 def version_in(meta: Meta) -> dict[str, str]:
@@ -59,9 +62,11 @@ class _Attempt:
         data: bytes,
         mode: str | dict[str, str] | None,
         deadline: Deadline | None,
+        only_refusals: bool = False,
     ) -> None:
+        """only_refusals: repeat the request until the server itself has done or refused it."""
         self._client, self._key, self._data = client, key, data
-        self._mode, self._deadline = mode, deadline
+        self._mode, self._deadline, self._only_refusals = mode, deadline, only_refusals
         self._unclear: BaseException | None = None
         """The last error after which the object may be in place, or may still come there."""
 
@@ -98,6 +103,8 @@ class _Attempt:
         if not refused or status == 409:
             self._unclear = error
         if status == 429 or status >= 500:  # most likely not executed
+            return None
+        if self._only_refusals and (not refused or code_of(error) in _NO_PROOF):
             return None
         try:
             meta = self._look()
@@ -154,7 +161,7 @@ def check_conditions(client: Client, folder: str, deadline: Deadline | None) -> 
             stale = _other_than(version_in(put))
             for what, mode in (("If-None-Match", "create"), ("If-Match", stale)):
                 try:
-                    _Attempt(client, key, os.urandom(32), mode, deadline).run()
+                    _Attempt(client, key, os.urandom(32), mode, deadline, only_refusals=True).run()
                 except Conflict:
                     continue
                 raise StorageError(
@@ -162,6 +169,11 @@ def check_conditions(client: Client, folder: str, deadline: Deadline | None) -> 
                     f"conditions of writes ({what}), so of two saves into one folder both would succeed.",
                     hint="Use a server that keeps them, as S3, GCS and Azure do, or a newer version of this.",
                 )
+        except Unsettled as error:  # nothing but the probe may be in place
+            raise StorageError(
+                f"{client.scheme}://{client.bucket} could not be tried before the first publishing: "
+                f"{error.message}"
+            ) from None
         finally:
             with suppress(StorageError):  # it is small, and no list of ours shows it
                 library_delete(client, key, deadline)
