@@ -28,6 +28,7 @@ from holdfast._core.io.index_file import open_index
 from holdfast._core.io.old_steps import remove_step
 from holdfast._core.layout.ranks import ranks_of, ranks_text
 from holdfast._core.protocol.call import Call
+from holdfast._core.ready import ready
 from holdfast._core.run.hosts import HERE, Start, meet_on_hosts, read_state, write_state
 from holdfast._core.run.owner import Lease, lease_of
 from holdfast._core.saving.job import SaveJob
@@ -264,7 +265,7 @@ class LocalTier:
         best: LocalCopy | None = None
         folder = ""
         for save in set.intersection(*map(set, of_rank)):
-            copies = [msgspec.convert(one[save]["about"], LocalCopy) for one in of_rank]
+            copies = [msgspec.convert(one[save]["about"], ready(LocalCopy)) for one in of_rank]
             first = copies[0]
             # A part may lack what a rank wants that was elsewhere; a complete copy lacks nothing.
             if any(

@@ -18,6 +18,7 @@ import msgspec
 
 from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import Dims, nearest
+from holdfast._core.ready import ready
 from holdfast._models.views import tables
 from holdfast._models.views.mapping import Segment
 from holdfast.errors import BadInput
@@ -320,7 +321,7 @@ def _table() -> dict[str, dict[str, object]]:
 @cache
 def modules() -> Modules:
     """Return what vLLM says of modules besides their parameters."""
-    return msgspec.convert(_table()["modules"], Modules)
+    return msgspec.convert(_table()["modules"], ready(Modules))
 
 
 @cache
@@ -332,11 +333,11 @@ def _parts() -> dict[str, _Part]:
         sections = {key: rules for key, rules in said.items() if key.endswith("*")}
         entries = [
             _entry(key.removesuffix("*"), rules, ours, text)
-            for key, rules in msgspec.convert(sections, dict[str, dict[str, str]]).items()
+            for key, rules in msgspec.convert(sections, ready(dict[str, dict[str, str]])).items()
             for ours, text in rules.items()
             if ours != "published"
         ]
-        inside = msgspec.convert(said.get("inside", {}), dict[str, str])
+        inside = msgspec.convert(said.get("inside", {}), ready(dict[str, str]))
         parts[name] = _Part(tuple(entries), str(said.get("within", "")), inside)
     return parts
 
