@@ -28,7 +28,7 @@ STAYS = {
     "_reconstruct": "what NumPy's pickles call",
     # Of frameworks: Megatron-LM's arguments, if they are there.
     "_GLOBAL_ARGS": "of Megatron-LM",
-    "_expert_map": "of vLLM's experts; without it, the ranks' experts do not make up the model, which is told",
+    "_expert_map": "of vLLM's experts; without it, a part of them is refused",
     # Of frameworks, inside the replacements that `install()` makes; a version without one is reported.
     **dict.fromkeys(
         ("_get_safetensor_io", "_source_model_dir", "_get_actual_hf_path"), "of mbridge and Megatron-Bridge"

@@ -34,15 +34,6 @@ def server() -> Iterator[int]:
         yield port
 
 
-@pytest.fixture
-def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    made = Proxy(server)
-    for name, value in s3_environment(made.port).items():
-        monkeypatch.setenv(name, value)
-    yield made
-    made.close()
-
-
 def whole_or_absent(place: str) -> bool:
     """Return whether a checkpoint is there; then it is whole."""
     if holdfast.latest(place.rpartition("/")[0]) != place:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from holdfast._core.store.base import Unsettled
 from holdfast._core.store.local import open_store
 from holdfast._tools.checkpoints.verify import Verified, verify
 from holdfast.errors import CommitUnconfirmed, Conflict, HoldfastError
-from tests.support.object_servers import BUCKET, Proxy, moto, s3_environment, uploads
+from tests.support.object_servers import BUCKET, Proxy, uploads
 
 pytest.importorskip("obstore")
 ALONE = holdfast.Job(no_dist=True)
@@ -23,23 +22,14 @@ SLOW = [pytest.param(fault, marks=pytest.mark.soak) for fault in ("500", "429", 
 FAULTS = ["503", "409", "expired", "200err", "hang", "drop", "lost", "short", *SLOW]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[int]:
-    with moto() as port:
-        yield port
-
-
 @pytest.fixture
-def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+def proxy(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
+    """With requests that end soon."""
     for name, seconds in (("READ", 0.3), ("REQUEST", 5.0), ("PATIENCE", 4.0), ("FIRST_PAUSE", 0.02)):
         for module in (object_client, object_publish):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, seconds)
-    made = Proxy(server)
-    for name, value in s3_environment(made.port).items():
-        monkeypatch.setenv(name, value)
-    yield made
-    made.close()
+    return proxy
 
 
 def holds(place: str, state: dict[str, torch.Tensor], proxy: Proxy) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,32 +27,17 @@ from holdfast._core.store.pins import Pin
 from holdfast._tools.checkpoints.prune import Pruned, prune
 from holdfast._tools.checkpoints.verify import VerifiedRun, verify
 from holdfast.errors import HoldfastError
-from tests.support.object_servers import BUCKET, Proxy, moto, s3_environment
+from tests.support.object_servers import Proxy
 
 pytest.importorskip("obstore")
 ALONE = holdfast.Job(no_dist=True)
 SOURCE = str(Path(holdfast.__file__).parents[1])
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[int]:
-    with moto() as port:
-        yield port
-
-
 @pytest.fixture
-def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    made = Proxy(server)
-    for name, value in s3_environment(made.port).items():
-        monkeypatch.setenv(name, value)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def run(request: pytest.FixtureRequest, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> str:
+def run(place: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(owner, "BEAT", 600.0)  # so that the file stays as a test has written it
-    return f"s3://{BUCKET}/{re.sub('[^a-z0-9_]+', '-', request.node.name.lower())}"
+    return place
 
 
 def state(step: int) -> dict[str, torch.Tensor]:

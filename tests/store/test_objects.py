@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +23,12 @@ from holdfast._core.store.local import open_store
 from holdfast._core.store.object_errors import explained
 from holdfast._tools.cli import cli
 from holdfast.errors import BadInput, HoldfastError, StorageError
-from tests.support.object_servers import BUCKET, Asked, Proxy, forward, lies, moto, s3_environment
+from tests.support.object_servers import BUCKET, Asked, Proxy, forward, lies, s3_environment
 from tests.support.processes import ProcessWorld
 
 pytest.importorskip("obstore")
 ALONE = holdfast.Job(no_dist=True)
 SOURCE = str(Path(holdfast.__file__).parents[1])
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[int]:
-    with moto() as port:
-        yield port
-
-
-@pytest.fixture
-def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    made = Proxy(server)
-    for name, value in s3_environment(made.port).items():
-        monkeypatch.setenv(name, value)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def place(request: pytest.FixtureRequest) -> str:
-    return f"s3://{BUCKET}/{re.sub('[^a-z0-9_]+', '-', request.node.name.lower())}"
 
 
 @pytest.fixture

@@ -11,16 +11,10 @@ from holdfast._core.store import object_client
 from holdfast._core.store.base import Store
 from holdfast._core.store.local import open_store
 from holdfast.testing import StoreContract
-from tests.support.object_servers import BUCKET, Google, Proxy, google_environment, moto, s3_environment
+from tests.support.object_servers import BUCKET, Google, Proxy, google_environment, s3_environment
 
 pytest.importorskip("obstore")
 _numbers = itertools.count(1)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[int]:
-    with moto() as port:
-        yield port
 
 
 class TestS3(StoreContract):

@@ -11,6 +11,11 @@ import torch
 
 import holdfast
 from holdfast import huggingface
+from holdfast._core.layout.grid import Grid
+from holdfast._core.layout.tensor import CODE_OF, TensorSpec
+from holdfast._models.views.family import view_of
+from holdfast._models.views.needs import of_published, sizes_published
+from holdfast._models.views.rank_share import share_of, stages_of
 from holdfast.errors import BadInput, HoldfastError, ShapeMismatch
 from tests.frameworks.huggingface.models import rewrite
 
@@ -206,3 +211,34 @@ def test_an_imported_model_keeps_elements_and_scales(tmp_path: Path) -> None:
     holdfast.load(state, tmp_path / "imported")
     assert torch.equal(state["w.weight"], weight.float() * 0.5)
     assert holdfast.same(tmp_path / "published", tmp_path / "imported").same
+
+
+def test_what_is_only_called_like_scales_is_a_weight(tmp_path: Path) -> None:
+    """Beside tensors that are not in 8 bits: it is told if nothing asks for it, compared, and fetched."""
+    base, learned = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.k_scale"
+    weight = torch.randn(4, 4)
+    publish(tmp_path / "one", None, {base: weight, learned: torch.ones(4)})
+    publish(tmp_path / "other", None, {base: weight.bfloat16()})
+    report = holdfast.load({base: torch.zeros(4, 4)}, tmp_path / "one")
+    assert report.unasked == (learned,)
+    assert not holdfast.same(tmp_path / "one", tmp_path / "other").same
+    assert not holdfast.same(tmp_path / "other", tmp_path / "one").same
+    specs = {name: TensorSpec(name, CODE_OF["bfloat16"], (4, 4)) for name in (base, learned)}
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 8}
+    view = view_of({"model_type": "qwen3", **sizes}, "config.json")
+    share = share_of(Grid(1), 0, sizes_published(view, specs, 8), stages_of(Grid(1), 1, None))
+    assert learned in of_published(view, specs, share).boxes
+
+
+def test_what_is_computed_in_another_way_is_not_read_from_8_bits(tmp_path: Path) -> None:
+    """Gate and up in turns, of gpt-oss."""
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    rewrite_in = {name: torch.zeros(EXPERTS, 8, 4).to(E4M3), f"{name}_scale": torch.ones(())}
+    publish(tmp_path, None, rewrite_in)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gpt_oss", "num_hidden_layers": 1, "num_local_experts": EXPERTS})
+    )
+    state = {"decoder.layers.0.mlp.experts.experts.linear_fc1.weight": torch.full((EXPERTS, 4, 8), 7.0)}
+    with pytest.raises(BadInput, match=r"in 8 bits, of which 'decoder.*' can't be made"):
+        holdfast.load(state, tmp_path)
+    assert (next(iter(state.values())) == 7).all()

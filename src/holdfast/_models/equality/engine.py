@@ -210,10 +210,12 @@ class _ParameterReader:
 
 
 def _experts_of(module: nn.Module) -> tuple[int, ...]:
-    """Return the experts in a module, in its order."""
+    """Return the experts in a module, in its order. Raises Misfit if it does not tell."""
     many = getattr(module, "local_num_experts", 0)
     places = getattr(module, "_expert_map", None)
     if places is None:
+        if many != getattr(module, "global_num_experts", many):
+            raise Misfit  # which of them are here is not told
         return tuple(range(many))
     slots = {slot: expert for expert, slot in enumerate(places.tolist()) if slot >= 0}
     return tuple(slots[slot] for slot in sorted(slots))

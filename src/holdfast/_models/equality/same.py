@@ -42,8 +42,7 @@ from holdfast._models.equality.rounding import LOST, cast, one_nan
 from holdfast._models.equality.sides import FolderOrFingerprints, FolderSide, LiveSide, Side, open_side
 from holdfast._models.equality.verdict import Same, Unlike
 from holdfast._models.views.published import published_regions
-from holdfast._models.views.quantized import base_of, scales_of
-from holdfast._models.views.scaled import IN_8_BITS
+from holdfast._models.views.quantized import IN_8_BITS, base_of, scales_of
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 
@@ -154,7 +153,7 @@ class _Comparison:
         if not compared and not left:
             raise BadInput("Neither place has a weight that include= and exclude= leave.")
         # In a published model, only tensors that are not part of any tensor on the other side.
-        left = [name for name in left if name not in self._other.used and not self._is_scale(name)]
+        left = [name for name in left if name not in self._other.used and not self._is_scale(name, theirs)]
         tied = self._other.published.tied if self._other.published is not None else None
         if tied is not None and tied[0] in left:
             left.remove(tied[0])
@@ -184,12 +183,14 @@ class _Comparison:
         """Return whether a name is the scales of a tensor that is compared after it was multiplied."""
         base = base_of(name)
         both = base != name and name not in theirs and base in mine and base in theirs
-        return both and mine[base].dtype != theirs[base].dtype
+        return both and mine[base].dtype == IN_8_BITS != theirs[base].dtype
 
-    def _is_scale(self, name: str) -> bool:
+    def _is_scale(self, name: str, theirs: Mapping[str, TensorSpec]) -> bool:
         """Return whether a name is the scales of a tensor that was compared after it was multiplied."""
-        bases = (base_of(name), name.removesuffix("_scales") + "_blocks")
-        return any(base != name and base in self._other.used - self._unscaled for base in bases)
+        base, blocks = base_of(name), name.removesuffix("_scales") + "_blocks"
+        in_8_bits = base in theirs and theirs[base].dtype == IN_8_BITS
+        compared = self._other.used - self._unscaled
+        return blocks in compared or (base != name and in_8_bits and base in compared)
 
     def _check_tie(self, output: TensorSpec, embedding: TensorSpec) -> None:
         """Check that the published output weight equals the embedding, in a model that ties them."""

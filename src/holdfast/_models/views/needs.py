@@ -17,7 +17,7 @@ from holdfast._core.layout.box import Box, union, whole
 from holdfast._core.layout.tensor import TENSOR, Dims, TensorSpec
 from holdfast._models.views.family import TableEntry, View
 from holdfast._models.views.mapping import shape_made
-from holdfast._models.views.quantized import base_of, scales_of
+from holdfast._models.views.quantized import IN_8_BITS, base_of, is_scale, scales_of
 from holdfast._models.views.rank_share import ModelSizes, RankShare, how_cut
 from holdfast.errors import BadInput
 
@@ -122,7 +122,14 @@ def _unclaimed(view: View | None, specs: Specs) -> list[str]:
         return list(specs)
     possible = chain.from_iterable(map(view.possible, view.family.entries.values()))
     known = {_HOLES.sub("#", name) for name in possible}
-    return [name for name in specs if _NUMBERS.sub("#", base_of(name)) not in known]
+
+    def in_8_bits(name: str) -> bool:
+        return name in specs and specs[name].dtype == IN_8_BITS
+
+    def weight(name: str) -> str:
+        return base_of(name) if is_scale(name, in_8_bits) else name
+
+    return [name for name in specs if _NUMBERS.sub("#", weight(name)) not in known]
 
 
 def _of_stage(name: str, share: RankShare) -> bool:

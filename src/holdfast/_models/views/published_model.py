@@ -18,7 +18,7 @@ from holdfast._models.views.family import (
     output_and_embedding,
     view_of,
 )
-from holdfast._models.views.quantized import is_read, is_scale
+from holdfast._models.views.quantized import IN_8_BITS, is_read, is_scale
 from holdfast.errors import BadInput
 
 _PACKED = ("qweight", "weight_packed")
@@ -72,7 +72,11 @@ class PublishedModel(ForeignSource):
         return self.view if is_known(language_model(self.config)) else None
 
     def is_weight(self, name: str) -> bool:
-        return not is_scale(name, self.has) and not hf.is_constant(name)
+        return not is_scale(name, self._is_in_8_bits) and not hf.is_constant(name)
+
+    def _is_in_8_bits(self, name: str) -> bool:
+        place = self.place(name)
+        return place is not None and place.code == IN_8_BITS
 
     def unnamed(self, names: Iterable[str]) -> list[str]:
         """Return which of these published weights the model's table does not name; none without a table, or

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from holdfast._core.layout.tensor import Dims
+from holdfast._core.layout.tensor import CODE_OF, Dims
 from holdfast.errors import BadInput
 
+IN_8_BITS = CODE_OF["float8_e4m3fn"]
 SUFFIXES = ("_scale_inv", "_scale")
 """Suffixes of the scales of a tensor: as DeepSeek publishes them, and as compressed-tensors, modelopt and
 fbgemm do."""
@@ -38,10 +39,11 @@ def base_of(name: str) -> str:
     return name if ending is None else name.removesuffix(ending) + _BASES[ending]
 
 
-def is_scale(name: str, has: Callable[[str], bool]) -> bool:
-    """Return whether a tensor is scales: of elements in 4 bits, or of a tensor that `has` knows."""
+def is_scale(name: str, in_8_bits: Callable[[str], bool]) -> bool:
+    """Return whether a tensor is scales: of elements in 4 bits, or beside a tensor in 8 bits. Beside any
+    other tensor, one of such a name is a weight: models may have one of that name."""
     base = base_of(name)
-    return name.endswith("_scales") or (base != name and has(base))
+    return name.endswith("_scales") or (base != name and in_8_bits(base))
 
 
 def scales_of(name: str, has: Callable[[str], bool]) -> str | None:

@@ -15,7 +15,6 @@ from holdfast._models.views.published_model import PublishedModel
 from holdfast._models.views.quantized import SUFFIXES, block_of, scales_of, sides_of
 from holdfast.errors import MissingTensors, ShapeMismatch
 
-IN_8_BITS = CODE_OF["float8_e4m3fn"]
 _BYTES = CODE_OF["uint8"]
 _BLOCKS, _SCALES = "_blocks", "_scales"
 """Suffixes of the two tensors that are published for a tensor in 4 bits."""

@@ -1,0 +1,31 @@
+"""A bucket on a server of its own, behind a proxy that injects faults; its names are those of the tests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.object_servers import BUCKET, Proxy, moto, s3_environment
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[int]:
+    with moto() as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    made = Proxy(server)
+    for name, value in s3_environment(made.port).items():
+        monkeypatch.setenv(name, value)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> str:
+    """A folder of the test's own."""
+    return f"s3://{BUCKET}/{re.sub('[^a-z0-9_]+', '-', request.node.name.lower())}"
