@@ -50,7 +50,7 @@ class ObjectWriter:
         self._early: dict[int, bytes] = {}
         self._buffer = bytearray()
         self._upload: Request[object] | None = None
-        self._parts: queue.Queue[bytes | None] = queue.Queue(1)
+        self._parts: queue.Queue[bytearray | None] = queue.Queue(1)
         self._ended = False
 
     def write_at(self, start: int, buffers: Sequence[Buffer]) -> None:
@@ -85,12 +85,12 @@ class ObjectWriter:
 
     def _send(self) -> None:
         """Give a part to the upload, once it has room for it."""
-        part, self._buffer = bytes(self._buffer), bytearray()
+        part, self._buffer = self._buffer, bytearray()  # not copied: nobody writes into it any more
         if self._upload is None:
             self._upload = begin(self._put_parts)
         self._give(part)
 
-    def _give(self, part: bytes | None) -> None:
+    def _give(self, part: bytearray | None) -> None:
         assert self._upload is not None
         while True:
             if self._upload.ended(0):  # it has failed: otherwise it waits for the last part
@@ -111,7 +111,7 @@ class ObjectWriter:
                 return None
             raise self._error(error) from None
 
-    def _given(self) -> Iterator[bytes]:
+    def _given(self) -> Iterator[bytearray]:
         # Waits for `finish` or `discard`, one of which ends each writer.
         while (part := self._parts.get()) is not None:
             if not part:  # an exception here makes obstore abort the upload
@@ -132,7 +132,7 @@ class ObjectWriter:
                 raise StorageError(f"{url} is not whole: bytes {self._at} and on were not written.")
             self._ended = True
             if self._upload is None:
-                data = bytes(self._buffer)
+                data = self._buffer
 
                 def put() -> object:
                     return library().put(self._client.patient, self._key, data, use_multipart=False)
@@ -163,7 +163,7 @@ class ObjectWriter:
             if self._upload is not None:
                 with suppress(queue.Empty):
                     self._parts.get_nowait()
-                self._parts.put_nowait(b"")
+                self._parts.put_nowait(bytearray())
                 self._upload.ended(GIVEN_UP)
         with suppress(Exception):
             library_delete(self._client, self._key, Deadline(min(GIVEN_UP, PATIENCE)))
