@@ -42,9 +42,9 @@ class Cluster:
     def save(self, *steps: int, **how: Any) -> list[Any]:
         return [result.get() for result in self.start(jobs.save_steps, [*steps], how)]
 
-    def save_locally(self, *steps: int, **how: Any) -> None:
-        """Save steps that do not get durable, because all ranks are killed."""
-        assert {result.died for result in self.start(jobs.save_locally, [*steps], how)} == {-9}
+    def save_locally(self, *steps: int, to: int | None = None, **how: Any) -> None:
+        """Save steps that do not get durable, because all ranks are killed. to: the step to go on from."""
+        assert {result.died for result in self.start(jobs.save_locally, [*steps], to, how)} == {-9}
         jobs.hold(str(self.folder)).unlink()
 
     def restore(self, *, hosts: int = 0, **how: Any) -> tuple[int | None, set[str], list[str]]:
@@ -259,6 +259,12 @@ def go_back(rank: int, run: str, folder: str, hosts: int, to: int, step: int) ->
     with jobs.checkpoints_of(rank, run, folder, hosts) as checkpoints:
         assert checkpoints.restore(jobs.state_of(0, rank, 4), to) == to
         checkpoints.save(step, jobs.state_of(step, rank, 4))
+
+
+def test_a_start_that_went_back_is_followed_before_its_step_is_durable(cluster: Cluster) -> None:
+    cluster.save(1, 2, 3)
+    cluster.save_locally(2, to=1)
+    assert cluster.restore()[:2] == (2, LOCAL), "not the durable step 3, which was left behind"
 
 
 def test_a_step_that_was_removed_from_the_run_does_not_come_back(cluster: Cluster) -> None:

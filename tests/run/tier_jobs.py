@@ -133,11 +133,13 @@ def save_steps(
     return found, said
 
 
-def save_locally(rank: int, run: str, folder: str, hosts: int, steps: list[int], how: dict[str, Any]) -> None:
+def save_locally(
+    rank: int, run: str, folder: str, hosts: int, steps: list[int], to: int | None, how: dict[str, Any]
+) -> None:
     """Restore, save steps while the run can't be reached, and end when all are committed locally."""
     world = dist.get_world_size()
     checkpoints = checkpoints_of(rank, run, folder, hosts, in_flight=8, **how)
-    checkpoints.restore(state_of(0, rank, world))
+    checkpoints.restore(state_of(0, rank, world), to)
     if rank == 0:
         hold(folder).touch()
     for step in steps:

@@ -255,9 +255,9 @@ class LocalTier:
         self, told: dict[int, Json], step: int | None, passed: tuple[int, ...]
     ) -> tuple[LocalCopy | None, str, str]:
         """Committer: return the newest local copy that all ranks have, if it is a copy of the run's newest
-        durable step or newer than that; its folder; and the save of that durable step.
+        durable step or newer than that; its folder; and the save of the run's newest durable step.
 
-        step: only this one. passed: damaged steps of the run.
+        step: only this one, and of the run the same one. passed: damaged steps of the run.
         """
         of_rank = [{one["about"]["save"]: one for one in copies} for copies in told.values()]
         everyone = ranks_text(tuple(sorted(told)))
@@ -279,7 +279,9 @@ class LocalTier:
                 continue
             if best is None or (first.start, first.number) > (best.start, best.number):
                 best, folder = first, of_rank[0][save]["folder"]
-        return best, folder, durable.save
+        # A job that goes back to an older step leaves the newest one behind: that is what its saves follow.
+        newest = durable if step is None and not passed else newest_durable(self.run)
+        return best, folder, newest.save
 
     def restored(self, save: str, durable: str) -> None:
         """Note what this job goes on from. durable: the newest durable save, which may be the same."""
