@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -314,6 +315,24 @@ def test_a_long_read_renews_its_pin(run: str, monkeypatch: pytest.MonkeyPatch) -
         time.sleep(4.5)
         assert store.list(f"{folder(1)}/.holdfast-pins") != first
         assert len(store.list(f"{folder(1)}/.holdfast-pins")) in (1, 2)  # while it is being renewed
+        assert not remove_step(store, folder(1))
+    assert remove_step(store, folder(1))
+
+
+def test_a_pin_that_is_renewed_while_a_remover_looks_counts(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run, 1)
+    store = open_store(run)
+    real = pins.look_at_files
+
+    def look(*args: Any) -> Any:
+        for held in list(pins._live):
+            held._renew()
+        return real(*args)
+
+    monkeypatch.setattr(pins, "look_at_files", look)
+    with closing(Pin(store.child(folder(1)))):
         assert not remove_step(store, folder(1))
     assert remove_step(store, folder(1))
 

@@ -1,11 +1,11 @@
 """Which ranks share a local folder: those that see each other's files there, whatever their hosts are called.
 
-Each rank puts a file into its folder and tells its name; then it tells whose files it sees. Paths and names of
-hosts prove nothing: containers of one machine may have different folders under one path, and a folder may be a
-copy of another host's.
+Each rank puts a file into its folder and tells its name; then it tells whose files it sees. Paths and names
+of hosts prove nothing: containers of one machine may have different folders under one path, and a folder may
+be a copy of another host's.
 
-If a rank can't put a file there (a full disk, one mounted read-only), nothing is saved into local folders, but
-what they hold can still be restored. Then ranks share a folder that is the same inode of the same kernel.
+If a rank can't put a file there (a full disk, one mounted read-only), nothing is saved into local folders,
+but what they hold can still be restored. Then ranks share a folder that is the same inode of the same kernel.
 """
 
 from __future__ import annotations

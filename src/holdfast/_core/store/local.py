@@ -348,8 +348,8 @@ def _text_of(place: str | os.PathLike[str]) -> tuple[str, str]:
         if almost is not None:
             raise BadInput(
                 f"{text!r} would be a local folder named {almost[1] + ':'!r}.",
-                hint="Give a URL as a str: a pathlib.Path makes one slash of two. Give a folder of that name by "
-                "its absolute path.",
+                hint="Give a URL as a str: a pathlib.Path makes one slash of two. Give a folder of that name "
+                "by its absolute path.",
             )
         return text, "file"
     return (url[2], "file") if url[1] == "file" else (text, url[1])

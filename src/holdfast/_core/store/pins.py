@@ -192,8 +192,11 @@ class _PinFile:
                 self._ended.set()
                 return
             with suppress(StorageError):  # the next renewal may succeed
-                before, self._name = self._name, _write(self._bounded(), "")
-                self._bounded().delete(before)
+                self._renew()
+
+    def _renew(self) -> None:
+        before, self._name = self._name, _write(self._bounded(), "")
+        self._bounded().delete(before)
 
     def _delete(self) -> None:
         with suppress(HoldfastError):  # then it counts until it expires
@@ -261,6 +264,8 @@ def has_live_pin(store: Store) -> bool:
             store.delete(asked)
     if now is None:
         raise StorageError(f"{store.url}/{asked} was written, and is not there.")
+    if None in found.values() and {f"{PINS}/{name}" for name in store.list(PINS)} - {asked, *paths}:
+        return True  # a pin that has gone may have been renewed meanwhile, under another name
     counts = {
         path
         for path, entry in found.items()
