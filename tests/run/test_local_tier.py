@@ -525,6 +525,24 @@ def test_two_runs_share_a_local_folder(tmp_path: Path) -> None:
             assert state["w"].tolist() == [float(ord(name))] * 3
 
 
+def test_a_second_checkpoints_of_a_run_hides_no_step_of_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made() -> holdfast.Checkpoints:
+        return holdfast.Checkpoints(tmp_path / "run", local=tmp_path / "local", job=ALONE)
+
+    state = {"w": torch.ones(3)}
+    with made() as first:
+        with made() as second:
+            assert first.restore(state) is second.restore(state) is None
+            paths = [one.save(step, state).committed(20).path for step, one in ((1, first), (2, second))]
+            assert [str(tmp_path / "local") in path for path in paths] == [True, False]
+            assert "Another Checkpoints of this process saves into" in caplog.text
+        assert str(tmp_path / "local") in first.save(3, state).committed(20).path
+    with made() as third:
+        assert str(tmp_path / "local") in third.save(4, state).committed(20).path
+
+
 def test_a_folder_of_another_run_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with holdfast.Checkpoints(tmp_path / "run", local=tmp_path / "nvme", job=ALONE) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)})
