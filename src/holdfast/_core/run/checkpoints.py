@@ -102,7 +102,7 @@ class Checkpoints(RunFolder):
         timeout: float | None = None,
     ) -> Pending | None:
         """Save a step: copy the state, and go on. `committed()` of the returned `Pending` waits until the
-        step is durable.
+        step is committed: in the run, or with `local=` in the local folders of all hosts.
 
         While `in_flight` saves are running, `on_busy` decides what this does (it returns None for a save that
         was skipped). If the save that it waits for failed, this raises its error, on all ranks, and begins
