@@ -24,6 +24,9 @@ BRIDGES = {
     "exaone4": "exaone.exaone4.exaone4_bridge.Exaone4Bridge",
     "deepseek_v4": "deepseek.deepseek_v4_bridge.DeepSeekV4Bridge",
     "bailing_moe_v2": "bailing.bailing_moe2_bridge.BailingMoeV2Bridge",
+    "sarvam_moe": "sarvam.sarvam_moe_bridge.SarvamMoEBridge",
+    "sarvam_mla": "sarvam.sarvam_mla_bridge.SarvamMLABridge",
+    "kimi_k25": "kimi_vl.kimi_k25_vl_bridge.KimiK25VLBridge",
     "nemotron_h latent": "nemotronh.nemotron_h_bridge.NemotronHBridge",
     "glm_moe_dsa": "glm_moe_dsa.glm5_bridge.GLM5Bridge",
 }

@@ -105,7 +105,7 @@ class Tiny:
         import transformers
 
         sizes = {**COMMON, **self.published, **more}
-        if self.text:
+        if self.text and not self.kind:
             tied = {"tie_word_embeddings": sizes["tie_word_embeddings"]}
             inner = {**sizes, "model_type": self.text}
             sizes = {"text_config": inner, "vision_config": VISION[self.config], **tied}
@@ -116,7 +116,11 @@ class Tiny:
         """transformers' class for such models."""
         import transformers
 
-        return transformers.AutoModelForImageTextToText if self.text else transformers.AutoModelForCausalLM
+        return (
+            transformers.AutoModelForImageTextToText
+            if self.text and not self.kind
+            else transformers.AutoModelForCausalLM
+        )
 
     def as_published(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """These tensors of transformers by the names of the publisher."""
@@ -464,7 +468,10 @@ def publish(tiny: Tiny, folder: Path, change: Callable[[Any], None] | None = Non
     model.save_pretrained(folder, max_shard_size="80KB")
     if tiny.renamed:
         rewrite(folder, tiny.as_published(weights(folder)))
-    if tiny.kind:
+    if tiny.kind and tiny.text:
+        inner = {**json.loads((folder / "config.json").read_text()), "model_type": tiny.text}
+        (folder / "config.json").write_text(json.dumps({"model_type": tiny.kind, "text_config": inner}))
+    elif tiny.kind:
         edit_config(folder, model_type=tiny.kind)
     return model
 

@@ -131,6 +131,14 @@ CONVERTED = {
 }
 
 
+CONVERTED["sarvam_moe"] = replace(CONVERTED["bailing_moe_v2"], kind="sarvam_moe")
+DEEPSEEK = Tiny("DeepseekV3Config", {**EXPERTS, **ROUTED, **LATENT})
+CONVERTED["sarvam_mla"] = replace(
+    DEEPSEEK, published={**DEEPSEEK.published, "q_lora_rank": None}, kind="sarvam_mla"
+)
+CONVERTED["kimi_k25"] = replace(
+    DEEPSEEK, kind="kimi_k25", text="kimi_k2", renamed=(("^", "language_model."),)
+)
 CONVERTED["nemotron_h latent"] = replace(
     CONVERTED["nemotron_h"], published={**CONVERTED["nemotron_h"].published, "moe_latent_size": 24}
 )
