@@ -109,6 +109,8 @@ class Tiny:
             tied = {"tie_word_embeddings": sizes["tie_word_embeddings"]}
             inner = {**sizes, "model_type": self.text}
             sizes = {"text_config": inner, "vision_config": VISION[self.config], **tied}
+            if "Omni" in self.config:
+                sizes["audio_config"] = EARS
         return getattr(transformers, self.config)(**sizes)
 
     @property
@@ -175,6 +177,11 @@ VISION = {
     "Glm4vMoeConfig": {**_EYES, "image_size": 28, "patch_size": 14},
 }
 """What each model that contains a language model sees with."""
+EARS = {
+    **{"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32},
+    **{"output_dim": 32, "num_mel_bins": 16, "downsample_hidden_size": 8, "max_source_positions": 16},
+}
+"""What Qwen3-Omni hears with."""
 
 
 def _squared_relu(values: torch.Tensor) -> torch.Tensor:
