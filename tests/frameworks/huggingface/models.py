@@ -178,8 +178,14 @@ VISION = {
 }
 """What each model that contains a language model sees with."""
 EARS = {
-    **{"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32},
-    **{"output_dim": 32, "num_mel_bins": 16, "downsample_hidden_size": 8, "max_source_positions": 16},
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "output_dim": 32,
+    "num_mel_bins": 16,
+    "downsample_hidden_size": 8,
+    "max_source_positions": 16,
 }
 """What Qwen3-Omni hears with."""
 
