@@ -101,8 +101,9 @@ bench: $(VENV)/.bench  ## the figures in docs/benchmarks.md, peers measured in t
 soak: $(VENV)/.ready  ## long runs: more simulated schedules, more faults
 	$(BIN)/python -m pytest -m soak
 
-matrix:  ## every supported Python, the oldest and the newest torch and megatron-core: docs/tested.md; ONLY="newest torch"
+matrix:  ## every supported Python, the oldest and the newest torch and megatron-core: docs/tested.md; model types without a table; ONLY="newest torch"
 	$(PYTHON) tools/matrix.py $(if $(ONLY),--only "$(ONLY)")
+	$(PYTHON) tools/types.py
 
 clean:
 	rm -rf .venv .venv-* .coverage* demo-out site dist

@@ -29,7 +29,7 @@ from holdfast._core.layout.tensor import (
 )
 from holdfast._core.store.local import LocalStore
 from holdfast._models.views import hub_format as hf
-from holdfast._models.views.family import OUTPUT, View, view_of
+from holdfast._models.views.family import OUTPUT, View, as_published, is_known, language_model, view_of
 from holdfast._models.views.hugging_face import HuggingFaceFolder
 from holdfast._models.views.mapping import Segment, same
 from holdfast._models.views.published_model import read_config
@@ -85,9 +85,11 @@ def view_to_export(base: LocalStore) -> View:
     """Map a published folder to megatron-core's names and shapes, by its configuration; only where the
     language model is inside of another one, by the names of its tensors."""
     folder = HuggingFaceFolder.at(base)
-    named = folder.has if folder is not None else None
+    named = shape = None
+    if folder is not None:
+        named, shape = folder.has, folder.shape
     # inner=False: a multimodal model without a table has more weights than the language model's.
-    return view_of(config_of(base), f"{base.url}/{hf.CONFIG}", inner=False, named=named)
+    return view_of(config_of(base), f"{base.url}/{hf.CONFIG}", inner=False, named=named, shape=shape)
 
 
 def plan_export(
@@ -110,7 +112,11 @@ def plan_export(
     """
     if dtype is not None and dtype not in WRITTEN_AS:
         raise BadInput(f"dtype={dtype!r} is none of {', '.join(WRITTEN_AS)}.")
-    config, view, folder = config_of(base), view_to_export(base), HuggingFaceFolder.at(base)
+    config, folder = config_of(base), HuggingFaceFolder.at(base)
+    if in_framework or folder is None or is_known(language_model(config)):
+        view = view_to_export(base)
+    else:
+        view = as_published(config, f"{base.url}/{hf.CONFIG}", folder.has)
     published = set(filter(folder.is_weight, folder.names())) if folder is not None else set()
     said = [CODE_OF[str(name)] for name in map(config.get, hf.CONFIG_DTYPES) if name in WRITTEN_AS]
 
@@ -120,13 +126,13 @@ def plan_export(
         return None if in_framework else _published_dtype(folder, name) or next(iter(said), None)
 
     by_name: dict[str, PublishedTensor] = {}
-    for spec in _weights(index, view, published):
+    for spec in _weights(index, view, published, base):
         if "quantization_config" in config:
             _refuse_quantised(index, spec, base)
         segments = (
             # It already has a published name (an import, or transformers' modules).
             same([spec.name], spec.shape, {})
-            if spec.name in published
+            if spec.name in published and not _is_in_another_layout(spec, folder, view)
             else view.segments(spec.name, spec.shape, whole(spec.shape))
         )
         for segment in segments:
@@ -163,12 +169,14 @@ def plan_export(
     return tensors, missing
 
 
-def _weights(index: Index, view: View, published: set[str]) -> list[TensorSpec]:
+def _weights(index: Index, view: View, published: set[str], base: LocalStore) -> list[TensorSpec]:
     """Return the weights of a checkpoint. BadInput for weights that map to no published tensor."""
     names = [name for name in index.names() if is_weight(name) and not hf.is_constant(name)]
     specs = [spec for spec in index.select(index.find(names)).specs() if spec.kind == TENSOR]
     unknown = [spec.name for spec in specs if spec.name not in published and not view.knows(spec.name)]
     if unknown:
+        if view.is_of_no_table:
+            view_to_export(base)  # raises BadInput, with the nearest type
         raise BadInput(
             f"{index.where} holds {len(unknown)} weights that the family {view.family.name!r} has no place "
             f"for: {counted(unknown)}.",
@@ -177,6 +185,11 @@ def _weights(index: Index, view: View, published: set[str]) -> list[TensorSpec]:
             details={"unknown": unknown[:100]},
         )
     return specs
+
+
+def _is_in_another_layout(spec: TensorSpec, folder: HuggingFaceFolder | None, view: View) -> bool:
+    """Return whether a tensor with a published name is published in another layout."""
+    return folder is not None and view.has_layouts(spec.name) and folder.shape(spec.name) != spec.shape
 
 
 def _leave_out_tied_output(

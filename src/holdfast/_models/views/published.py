@@ -80,16 +80,17 @@ class _Look:
                 self.seen.extend(table.take([row]))
             return
         place = self.source.place(spec.name)
-        if place is not None and not (place.code == IN_8_BITS != spec.dtype):
+        as_it_is = place is not None and (place.shape == spec.shape or not self._has_layouts(spec.name))
+        if place is not None and as_it_is and not (place.code == IN_8_BITS != spec.dtype):
             self._check_dtype(place, spec)
             self.seen.extend(table.take([row]))
             return
         segments: list[Segment]
-        if place is not None or is_packed(self.source, spec.name):
+        if as_it_is or is_packed(self.source, spec.name):
             axes = tuple(range(len(spec.shape)))
             segments = [Segment(box, spec.name, box.offset, axes, spec.shape)]
-        elif self.source.config and self.source.view.knows(spec.name):
-            segments = list(self.source.view.segments(spec.name, spec.shape, box))
+        elif self.source.config and self.source.view_for(spec.name).knows(spec.name):
+            segments = list(self.source.view_for(spec.name).segments(spec.name, spec.shape, box))
         else:
             self.source.refuse_quantized(spec.name)
             self.seen.extend(table.take([row]))  # the load reports it as missing
@@ -107,6 +108,10 @@ class _Look:
             target = memory.tensor.detach()[segment.box.relative_to(box.offset).slices()]
             check_is_view(target, memory.tensor)
             self._add_segment(segment, spec, target)
+
+    def _has_layouts(self, name: str) -> bool:
+        view = self.source.view_if_known
+        return view is not None and view.has_layouts(name)
 
     def _add_segment(self, segment: Segment, spec: TensorSpec, target: torch.Tensor) -> None:
         place, theirs = self.source.place(segment.name), segment.theirs(segment.box)

@@ -8,10 +8,12 @@ from functools import cached_property
 
 from holdfast._core.io.small_files import read_file
 from holdfast._core.io.source import ForeignSource
+from holdfast._core.layout.tensor import Dims
 from holdfast._core.store.base import Store
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.family import (
     View,
+    as_published,
     is_known,
     is_tied,
     language_model,
@@ -54,7 +56,21 @@ class PublishedModel(ForeignSource):
     @cached_property
     def view(self) -> View:
         """The model in the names and shapes of megatron-core. BadInput if the model is unknown."""
-        return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self.has)
+        return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self.has, shape=self.shape)
+
+    def view_for(self, name: str) -> View:
+        """Return the view that has one of our names: of a model without a table, it has few. BadInput if no
+        table contains the model."""
+        if self.view_if_known is None:
+            view = as_published(self.config, f"{self._store.url}/{hf.CONFIG}", self.has)
+            if view.knows(name):
+                return view
+        return self.view
+
+    def shape(self, name: str) -> Dims | None:
+        """Return the shape of a tensor; None if there is none of that name."""
+        place = self.place(name)
+        return None if place is None else place.shape
 
     @property
     def _quantization(self) -> object:
