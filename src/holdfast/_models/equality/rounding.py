@@ -15,15 +15,16 @@ import numpy.typing as npt
 import torch
 
 from holdfast._core.base.values import Buffer
-from holdfast._core.format.fingerprint import box_sums, nothing, sums_of_each
-from holdfast._core.layout.box import Box
+from holdfast._core.format.fingerprint import sums_of_each
+from holdfast._core.layout.box import Box, cut
 from holdfast._core.layout.tensor import DTYPES, FLOATS
 from holdfast._core.state.memory import torch_dtype
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 16
-"""Number of elements rounded at a time; small enough for the cache."""
+_PIECE = 1 << 17
+"""Number of elements rounded at a time: small enough for the cache, and for memory that is not fresh."""
 _HEAD = 64
+"""Elements of each tensor that are looked at first."""
 LOST = "become infinite", "become zero"
 
 
@@ -86,35 +87,25 @@ class RoundedSums:
 
     def __init__(self, code: int) -> None:
         self._from = code
-        self._found = {other: (nothing(), 0) for other in less_exact_than(code)}
+        self._found = [(0, 0, 0) for _ in less_exact_than(code)]
 
     def add(self, data: Buffer, box: Box) -> None:
         """Add the elements of a row-major box. data: their bytes."""
-        if not self._found:
+        if not self._found or not box.volume:
             return
-        tensor = torch.frombuffer(data, dtype=torch_dtype(self._from))
-        pieces = torch.split(tensor, _PIECE)
-        bounds = [tuple(map(float, torch.aminmax(piece.abs()))) for piece in pieces]
-        for code, (sums, flags) in self._found.items():
-            dtype = torch_dtype(code)
-            kind = torch.finfo(dtype)
-            made = tensor.new_empty(box.volume, dtype=dtype)
-            for piece, target, (least, most) in zip(pieces, torch.split(made, _PIECE), bounds, strict=True):
-                # Nothing is lost, and there is no NaN. The flag for rounding is set already.
-                if flags & 1 and _in_range(kind, least, most):
-                    target.copy_(piece)
-                    continue
-                one = cast(piece, dtype)
-                target.copy_(one.tensor)
-                flags |= (one.changed is not None) | one.has_nan << 1
-                if one.lost is not None:
-                    flags |= sum(bool(mask.any()) << 2 + bit for bit, mask in enumerate(one.lost))
-            sums += box_sums(made.view(torch.uint8).numpy(), DTYPES[code].size, box)
-            self._found[code] = sums, flags
+        tensor, done = torch.frombuffer(data, dtype=torch_dtype(self._from)), 0
+        for part in cut(box, _PIECE):
+            piece = tensor[None, done : done + part.volume]
+            done += part.volume
+            (numbers,) = rounded_of_each(self._from, piece, part)
+            self._found = [
+                (first + one, second + another, flags | more)
+                for (first, second, flags), (one, another, more) in zip(self._found, numbers, strict=True)
+            ]
 
     def numbers(self) -> list[Numbers]:
         """Return the sums by dtype, for `rounded_of`."""
-        return [(int(sums[0]), int(sums[1]), flags) for sums, flags in self._found.values()]
+        return [(first % (1 << 64), second % (1 << 64), flags) for first, second, flags in self._found]
 
 
 def _in_range(kind: torch.finfo, least: float, most: float) -> bool:
@@ -123,7 +114,7 @@ def _in_range(kind: torch.finfo, least: float, most: float) -> bool:
 
 
 def rounded_of_each(code: int, stack: torch.Tensor, box: Box) -> list[list[Numbers]]:
-    """Return what `RoundedSums.numbers` does, for each of several tensors: (tensors, elements).
+    """Return the sums in less exact dtypes of each of several tensors: (tensors, elements).
 
     box: of each of them. Many small tensors take far less time together.
     """
