@@ -77,7 +77,7 @@ def states(quick: bool) -> dict[str, Callable[[], State]]:
     def norms(dtype: torch.dtype) -> State:
         return {f"layers.{i}.norm.weight": random(dtype, WIDTH) for i in range(NORMS)}
 
-    many = 10 if quick else 30
+    many = 10 if quick else 20
     whole = {torch.bfloat16: "bf16", torch.float32: "fp32"}
     made: dict[str, Callable[[], State]] = {}
     for dtype, name in whole.items():

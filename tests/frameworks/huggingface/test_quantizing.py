@@ -139,6 +139,7 @@ def test_ranks_write_what_one_process_does(model: tuple[Path, Path], tmp_path: P
     for name in files:
         assert (tmp_path / "alone" / name).read_bytes() == (tmp_path / "together" / name).read_bytes()
     check(tmp_path / "together", weights(folder))
+    assert holdfast.same(tmp_path / "alone", tmp_path / "together").same
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -142,7 +142,7 @@ def rounded_of_each(code: int, stack: torch.Tensor, box: Box) -> list[list[Numbe
 
 
 def _any(mask: torch.Tensor) -> npt.NDArray[np.int64]:
-    return mask.numpy().any(1).astype(np.int64)  # ten times as fast as torch's
+    return np.asarray(mask.numpy().any(1), np.int64)  # ten times as fast as torch's
 
 
 def rounded_of(code: int, boxes: list[list[Numbers]]) -> dict[str, Rounded]:

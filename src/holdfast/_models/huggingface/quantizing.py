@@ -73,7 +73,7 @@ class QuantizedTensor(PublishedTensor):
         elements = torch.empty(values.shape, dtype=_E4M3)
         scales = []
         height, width = self.sides
-        for band, made in zip(values.split(height), elements.split(height), strict=True):
+        for band, made in zip(torch.split(values, height), torch.split(elements, height), strict=True):
             missing = -band.shape[1] % width
             # A block at the end may have fewer columns; zeros change no largest value.
             whole = torch.nn.functional.pad(band, (0, missing)).view(len(band), -1, width)
