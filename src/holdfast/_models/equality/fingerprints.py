@@ -219,7 +219,7 @@ def add_specs(known: Specs, rank: int, specs: Mapping[str, tuple[int, Dims]]) ->
 
 
 @dataclass(slots=True)
-class _Part:
+class _BoxSums:
     """A box of a tensor."""
 
     rank: int
@@ -238,7 +238,7 @@ class Whole:
 
     def __init__(self) -> None:
         self._specs: Specs = {}
-        self._parts: dict[str, dict[tuple[Dims, Dims], _Part]] = {}
+        self._parts: dict[str, dict[tuple[Dims, Dims], _BoxSums]] = {}
         """By name, and offset and shape of the box."""
 
     def add(self, rank: int, rows: RankSums) -> None:
@@ -249,7 +249,7 @@ class Whole:
                 parts = self._parts[name] = {}
             part = parts.get((offset, shape))
             if part is None:
-                part = parts[offset, shape] = _Part(rank, mine, rounded)
+                part = parts[offset, shape] = _BoxSums(rank, mine, rounded)
             if is_copy:
                 part.copier = rank if part.copier is None else part.copier
             elif part.owner is None:
