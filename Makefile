@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := tools/again $(BIN)/pip install -q --disable-pip-version-check
 QUICK := tests/layout tests/format tests/plan tests/store tests/state tests/saving tests/views tests/equality tests/testing \
 	tests/protocol/test_protocol.py tests/protocol/test_liveness.py tests/test_public.py
-BENCHES := planning growth per_tensor small_save save_load megatron async_save unchanged defaults groups fsdp huggingface standing watch objects local_tier
+BENCHES := planning growth per_tensor small_save save_load megatron async_save unchanged defaults groups fsdp huggingface fingerprint standing watch objects local_tier
 
 # What `make coverage` measures; `make coverage COVERED=tests` measures the suite, with all ranks that end by themselves.
 COVERED ?= $(QUICK)

@@ -335,8 +335,13 @@ class _Comparison:
 
     def _text(self, pair: Pair, place: int) -> str:
         """Describe a tensor in one place, and which values of the other place it can't hold."""
-        spec = pair.specs[place]
+        spec, side = pair.specs[place], (self._lead, self._other)[place]
         text = what(spec)
+        if side.published is not None and spec.dtype != IN_8_BITS:
+            names = self._parts(spec) or {spec.name}
+            places = filter(None, map(side.published.place, names))
+            if any(stored.code == IN_8_BITS for stored in places):
+                text += f", rounded there to {DTYPES[IN_8_BITS].name} with scales"
         if self._lost and all(region.stored[place] == region.dtype for region in pair.regions):
             text += f", in which values of the other place {' or '.join(sorted(self._lost))}"
         return text

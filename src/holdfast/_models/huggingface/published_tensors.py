@@ -61,6 +61,10 @@ class PublishedTensor:
     def nbytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.code].size
 
+    def stored(self) -> list[PublishedTensor]:
+        """Return the tensors of the file, one after the other."""
+        return [self]
+
     def check_cast(self, part: torch.Tensor) -> None:
         """Raise BadInput if a part of the tensor, after the cast, has values that became infinite."""
         stored = min((piece.spec.dtype for piece in self.pieces), key=(*FLOATS, *range(len(DTYPES))).index)

@@ -23,10 +23,18 @@ if TYPE_CHECKING:
     "--dtype",
     help="hf: of floating-point weights; by default as in --like, never wider than they are stored.",
 )
+@click.option("--quantize", help="hf: fp8 writes linear layers in 8 bits, with scales of blocks.")
 @click.option("--partial", is_flag=True, help="hf: leave out what the checkpoint has nothing for.")
 @output.as_json
 def command(
-    kind: str, source: str, out: str, like: str | None, dtype: str | None, partial: bool, as_json: bool
+    kind: str,
+    source: str,
+    out: str,
+    like: str | None,
+    dtype: str | None,
+    quantize: str | None,
+    partial: bool,
+    as_json: bool,
 ) -> None:
     """Convert a Holdfast checkpoint to torch DCP and megatron-core, or its weights to Hugging Face.
 
@@ -36,8 +44,8 @@ def command(
     hf: its weights to a folder that transformers loads. SOURCE has a model of megatron-core's; --like gives
     configuration and tokenizer. After an interruption the same command goes on. A few hundred MB of memory.
     """
-    if kind == "torch_dist" and (like or dtype or partial):
-        raise click.UsageError("--like, --dtype and --partial are for hf.")
+    if kind == "torch_dist" and (like or dtype or quantize or partial):
+        raise click.UsageError("--like, --dtype, --quantize and --partial are for hf.")
     if kind == "hf" and like is None:
         raise click.UsageError("hf needs --like, the folder of the published model.")
     from holdfast._tools.cli import conversions
@@ -49,6 +57,7 @@ def command(
                 out,
                 like=like,
                 dtype=dtype,
+                quantize=quantize,
                 strict=not partial,
                 progress=advance,
                 job=conversions.job_alone(),
