@@ -10,5 +10,6 @@ from holdfast._models.huggingface.export import export_huggingface as export
 from holdfast._models.huggingface.families import families, mapping_of, register
 from holdfast._models.huggingface.fetch import fetch
 from holdfast._models.huggingface.importing import import_huggingface as import_
+from holdfast._models.views.adapted_folder import merged
 
-__all__ = ["export", "families", "fetch", "import_", "mapping_of", "register"]
+__all__ = ["export", "families", "fetch", "import_", "mapping_of", "merged", "register"]

@@ -77,6 +77,8 @@ class HuggingFaceFolder(LoadedModel):
         self._sizes: dict[str, int] = {}
         self._data = self._raw_header(file) if self._is_single else self._read_index()
         self.identity = hex_digest(digest(self._data))
+        if self.adapter is not None:
+            self.identity = self.adapter.identity_with(self.identity)
         self._lock = Lock()
 
     @property

@@ -17,6 +17,7 @@ from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, TensorSpec
 from holdfast._core.plan.shard_table import Memory, ShardTable
 from holdfast._core.state.memory import ShiftedMemory, TensorMemory, check_is_view, torch_dtype
+from holdfast._models.views.adapted import merged_into
 from holdfast._models.views.hub_format import Place
 from holdfast._models.views.mapping import MINUS_ONE, Segment
 from holdfast._models.views.published_model import PublishedModel
@@ -80,7 +81,7 @@ class _Look:
                 self.seen.extend(table.take([row]))
             return
         place = self.source.place(spec.name)
-        if place is not None and not (place.code == IN_8_BITS != spec.dtype):
+        if place is not None and not (place.code == IN_8_BITS != spec.dtype or spec.name in self.source.changes):
             self._check_dtype(place, spec)
             self.seen.extend(table.take([row]))
             return
@@ -120,7 +121,7 @@ class _Look:
         self._check(segment, place, spec)
         self._check_dtype(place, spec)
         stored = torch_dtype(place.code)
-        memory: Memory = TensorMemory(view, stored)
+        memory = TensorMemory(view, stored)
         if place.code == IN_8_BITS and (segment.change or segment.split):
             raise BadInput(
                 f"{self.source.where} holds {place.name!r} in 8 bits, of which {spec.name!r} can't be made.",
@@ -132,6 +133,14 @@ class _Look:
             memory = ShiftedMemory(view, stored, -1)
         elif segment.split:
             memory = _EverySecond(view.squeeze(-1), stored, theirs.offset[-1])
+        if place.name in self.source.changes:
+            if spec.dtype not in FLOATS or segment.split:
+                raise BadInput(
+                    f"{place.name!r} can't be merged with an adapter into {spec.name!r}, which is "
+                    f"{DTYPES[spec.dtype].name}{', with gate and up apart' if segment.split else ''}.",
+                    details={"tensor": spec.name},
+                )
+            memory = merged_into(memory, self.source, segment, place, theirs.offset)
         read = TensorSpec(place.name, place.code, place.shape)
         self.seen.add(read, segment.joined(theirs), (0, 1), False, memory)
 
