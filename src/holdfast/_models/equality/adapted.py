@@ -59,6 +59,6 @@ def merge_told(where: str, changed: int, unlike: Sequence[Unlike]) -> str:
     for words, what in ((LEFT_OUT, "the base model without the adapter"), (TWICE, "the adapter twice")):
         count = sum(one.adapter == words for one in unlike)
         if count:
-            part = "" if count == changed else f" in {count:,} of {changed:,} tensors"
-            said.append(f"{where} holds {what}{part}")
+            part = "all" if count == changed else f"{count:,} of the"
+            said.append(f"{where} holds {what} in {part} {changed:,} tensors of it")
     return "; ".join(said)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 from holdfast._core.format.digest import digest, hex_digest
@@ -36,6 +37,12 @@ _LORA = re.compile(
 )
 _TURNED = ("gpt_oss", "openai_privacy_filter")
 """Model types of which transformers declares that experts have inputs along rows (`is_transposed`)."""
+_WRAPPED = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"\.(?P<adapter>[^.]+)(?P<end>\.weight|\.bias)?"
+)
+_SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
+"""In a model that PEFT has wrapped, names have that of the adapter in them, such as `default`."""
 _METHODS = re.compile(r"\.(hada|lokr|vera|oft|ia3|lora_E|prompt|boft|hra|randlora)[_.]")
 
 
@@ -98,10 +105,26 @@ class Adapter:
                 else "Give the folder that PEFT's save_pretrained wrote.",
             )
         self.url, self.weights = store.url, HuggingFaceFolder(store, ADAPTER_WEIGHTS)
+        self._identity = f"{self.weights.identity} {self.config.identity}"
 
     def identity_with(self, base: str) -> str:
-        """Return an identity of the adapter together with that of its base model."""
-        return hex_digest(digest(f"{base} {self.weights.identity}".encode()))
+        """Return an identity of the adapter, without its elements, together with that of its base model."""
+        return hex_digest(digest(f"{base} {self._identity}".encode()))
+
+    def identity_of_elements(self) -> str:
+        """Return an identity of the adapter, its elements included, which are read for it."""
+        digests = [hex_digest(digest(self.weights.read_rows(name))) for name in self.weights.names()]
+        return hex_digest(digest(" ".join([self._identity, *digests]).encode()))
+
+    def files(self) -> dict[str, str]:
+        """Return the file of each of its tensors."""
+        return dict.fromkeys(self.weights.names(), ADAPTER_WEIGHTS)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The names of the base model's tensors that were trained in place, such as biases."""
+        inner = [name.removeprefix(PREFIX) for name in self.weights.names()]
+        return frozenset(name.replace(_BASE, "") for name in inner if not _LORA.fullmatch(name))
 
     def changes(self, base: PublishedModel) -> dict[str, list[Change]]:
         """Return the changes of published tensors, by their names.
@@ -284,6 +307,44 @@ class Adapter:
                 hint="Set tie_word_embeddings to false in config.json, if only the named one was trained.",
                 details={"tensors": sorted(touched)},
             )
+
+
+def stored_name(name: str) -> str:
+    """Return the name in an adapter's file, or in the base model, of a tensor of a model that PEFT has
+    wrapped; the same name for any other."""
+    inner = name.removeprefix(PREFIX)
+    if inner == name:
+        return name
+    _, saved = _of_adapter(name)
+    return saved or inner.replace(".original_module.", ".").replace(_BASE, "")
+
+
+def file_name(name: str, adapter: str, bias: str) -> str | None:
+    """Return the name in an adapter's file of a tensor of a model that PEFT has wrapped, whose name may have
+    more before PEFT's; None if it is not of the adapter.
+
+    adapter: its name in the model. bias: as in its configuration, which biases were trained.
+    """
+    before, prefix, after = name.partition(PREFIX)
+    if not prefix or (before and not before.endswith(".")):
+        return None
+    whose, saved = _of_adapter(prefix + after)
+    if saved:
+        return saved if whose == adapter else None
+    trained = {"all": ".bias", "lora_only": f"{_BASE}.bias"}.get(bias)
+    is_bias = trained is not None and after.endswith(trained) and ".original_module." not in after
+    return prefix + after if is_bias else None
+
+
+def _of_adapter(name: str) -> tuple[str, str]:
+    """Return the adapter that a tensor of a wrapped model belongs to, and its name in the adapter's file; two
+    empty texts if it is the base model's."""
+    if match := _WRAPPED.fullmatch(name):
+        end = "" if match["part"] == "lora_magnitude_vector" else match["end"] or ""
+        return match["adapter"], f"{match['module']}.{match['part']}{end}"
+    if match := _SAVED.fullmatch(name):
+        return match["adapter"], f"{match['module']}.{match['rest']}"
+    return "", ""
 
 
 def _shape_of(by: Product | Vector | Replacement, experts: int) -> Dims:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 
+from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.io.small_files import read_file
 from holdfast._core.store.base import Store
 from holdfast._models.views import hub_format as hf
@@ -50,6 +51,7 @@ class AdapterConfig:
         Raises BadInput for another method than LoRA, and for settings that are not read.
         """
         self.where = where
+        self.identity = hex_digest(digest(repr(sorted(said.items())).encode()))
         method = str(said.get("peft_type"))
         if method != "LORA":
             raise BadInput(

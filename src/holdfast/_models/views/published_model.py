@@ -37,6 +37,9 @@ class PublishedModel(ForeignSource):
     merges = 1
     """How often the adapter is merged into the weights, if there is one."""
 
+    is_wrapped = False
+    """Does a load ask for the adapter's own tensors, by the names of a model that PEFT has wrapped?"""
+
     def __init__(self, store: Store) -> None:
         self._store = store
         self.adapter: Adapter | None = getattr(store, "adapter", None)
@@ -94,6 +97,8 @@ class PublishedModel(ForeignSource):
         return self.view if is_known(language_model(self.config)) else None
 
     def is_weight(self, name: str) -> bool:
+        if self.adapter is not None and self.is_wrapped and name in self.adapter.trained:
+            return False
         return not is_scale(name, self._is_in_8_bits) and not hf.is_constant(name)
 
     def _is_in_8_bits(self, name: str) -> bool:
