@@ -1,5 +1,4 @@
-"""What a difference from a model with an adapter has to do with the adapter: whether the merge was left out, or
-made twice."""
+"""Whether a difference from a model with an adapter is a merge that was left out, or made twice."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from holdfast._models.equality.pairs import Pair
+from holdfast._models.equality.sides import Side
 from holdfast._models.equality.verdict import Unlike
 from holdfast._models.views.adapter import Product
 from holdfast._models.views.published_model import PublishedModel
@@ -21,6 +21,12 @@ class Alternative(NamedTuple):
     """What is wrong with it; "" for a right one."""
     times: int
     pair: Pair
+
+
+def side_with_adapter(sides: tuple[Side, Side]) -> int | None:
+    """Return which of two sides is a model with an adapter; None if neither is, or both."""
+    found = [place for place, side in enumerate(sides) if side.published and side.published.adapter]
+    return found[0] if len(found) == 1 else None
 
 
 def alternatives(pair: Pair, place: int, model: PublishedModel, parts: set[str]) -> Iterator[Alternative]:
@@ -59,6 +65,7 @@ def merge_told(where: str, changed: int, unlike: Sequence[Unlike]) -> str:
     for words, what in ((LEFT_OUT, "the base model without the adapter"), (TWICE, "the adapter twice")):
         count = sum(one.adapter == words for one in unlike)
         if count:
-            part = "all" if count == changed else f"{count:,} of the"
-            said.append(f"{where} holds {what} in {part} {changed:,} tensors of it")
+            said.append(
+                f"{where} holds {what} ({count:,} of the {changed:,} tensors that the adapter is for)"
+            )
     return "; ".join(said)

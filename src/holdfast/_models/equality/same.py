@@ -36,7 +36,7 @@ from holdfast._core.layout.tensor import (
 from holdfast._core.plan.agreement import what
 from holdfast._core.protocol.call import check_names
 from holdfast._core.state.memory import torch_dtype
-from holdfast._models.equality.adapted import alternatives, merge_told
+from holdfast._models.equality.adapted import alternatives, merge_told, side_with_adapter
 from holdfast._models.equality.pairs import Pair, Region
 from holdfast._models.equality.parts import wrong_ranks
 from holdfast._models.equality.rounding import LOST, cast, one_nan
@@ -93,7 +93,7 @@ def same(
     if swapped:
         only = only[::-1]
         unlike = [msgspec.structs.replace(one, a=one.b, b=one.a) for one in unlike]
-    adapted = _with_adapter((lead, other))
+    adapted = side_with_adapter((lead, other))
     merge = "" if adapted is None else merge_told((lead, other)[1 - adapted].where, work.changed, unlike)
     return Same(
         first.where,
@@ -109,12 +109,6 @@ def same(
         tuple(sorted(work.not_in_engine)),
         merge,
     )
-
-
-def _with_adapter(sides: tuple[Side, Side]) -> int | None:
-    """Return which of two sides is a model with an adapter; None if neither is, or both."""
-    found = [place for place, side in enumerate(sides) if side.published and side.published.adapter]
-    return found[0] if len(found) == 1 else None
 
 
 class _Comparison:
@@ -333,9 +327,9 @@ class _Comparison:
         )
 
     def _merged(self, pair: Pair, prints: tuple[str | None, str | None], differ: bool) -> str | None:
-        """Return how else than it was compared the adapter of a side was merged: "" for a right way, None if no
-        way is found. Count the tensors that it changes."""
-        sides, place = (self._lead, self._other), _with_adapter((self._lead, self._other))
+        """Count a tensor that a side's adapter changes. Return how else it was merged, if the two differ:
+        "" for another right way, None if no way is found."""
+        sides, place = (self._lead, self._other), side_with_adapter((self._lead, self._other))
         if place is None:
             return None
         side = sides[place]

@@ -92,7 +92,9 @@ def _by_file_name(names: Iterable[str], name: str, config: AdapterConfig, where:
     for stored in names:
         key = file_name(stored, name, config.bias)
         if key is not None and found.setdefault(key, stored) != stored:
-            raise BadInput(f"{where} holds both {found[key]!r} and {stored!r}, for one tensor of the adapter.")
+            raise BadInput(
+                f"{where} holds both {found[key]!r} and {stored!r}, for one tensor of the adapter."
+            )
     if not any(map(_MATRIX.fullmatch, found)):
         raise BadInput(
             f"{where} holds no matrices of an adapter {name!r}: none of its names is as "
@@ -111,7 +113,9 @@ def _check(tensors: Mapping[str, TensorSpec], config: AdapterConfig, where: str)
         if match is None:
             continue
         first, other = (("A", "B"), ("B", "A"))[match["which"] == "B"]
-        partner = key.replace(f"lora_{match['embedding'] or ''}{first}", f"lora_{match['embedding'] or ''}{other}")
+        partner = key.replace(
+            f"lora_{match['embedding'] or ''}{first}", f"lora_{match['embedding'] or ''}{other}"
+        )
         missing = [partner] if partner not in tensors else []
         magnitude = f"{match['module']}.lora_magnitude_vector"
         missing += [magnitude] if config.use_dora and magnitude not in tensors else []
@@ -124,8 +128,8 @@ def _check(tensors: Mapping[str, TensorSpec], config: AdapterConfig, where: str)
         # Of parameters, whose patterns have other names, a matrix has the ranks of all experts.
         if not config.parameters and (len(spec.shape) != 2 or spec.shape[side] != rank):
             raise BadInput(
-                f"{where} holds {key!r} with shape {list(spec.shape)}, and {config.where} says that its rank is "
-                f"{rank}.",
+                f"{where} holds {key!r} with shape {list(spec.shape)}, and {config.where} says that its rank "
+                f"is {rank}.",
                 hint="like= is a folder with the configuration of this adapter.",
                 details={"tensor": key},
             )

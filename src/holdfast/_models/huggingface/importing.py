@@ -53,8 +53,9 @@ def import_huggingface(
     Names, shapes and elements stay as they are; digests are added. Configuration, tokenizer and code are
     copied. In a job all participants call it, and each writes some of the tensors.
 
-    source: the folder of the model, or `merged(folder, adapter)`. out: a folder that does not exist, is empty, or in which the same import
-        was interrupted, which then starts again; after one that has ended nothing is left to do.
+    source: the folder of the model, or `merged(folder, adapter)`.
+    out: a folder that does not exist, is empty, or in which the same import was interrupted, which then
+        starts again; after one that has ended nothing is left to do.
     step: the step to note in the checkpoint.
     strict: raise an error for weights that the table of the model's type does not name, and that no load into
         megatron-core's names would use. Otherwise they are imported, too, and a warning names them. Without a
@@ -128,7 +129,9 @@ def _identity_of_merge(folder: HuggingFaceFolder) -> str:
     return folder.adapter.identity_of_elements()
 
 
-def _leaves(base: Store, folder: HuggingFaceFolder, files: OpenFiles, meter: Meter, call: Call) -> Iterator[Leaf]:
+def _leaves(
+    base: Store, folder: HuggingFaceFolder, files: OpenFiles, meter: Meter, call: Call
+) -> Iterator[Leaf]:
     """Yield a rank's share of the tensors, in the order of the files; shares have about the same bytes."""
     places = [place for name in folder.names() if (place := folder.place(name)) is not None]
     places.sort(key=lambda place: (place.file, place.position))
@@ -158,8 +161,8 @@ class _MergedMemory:
     def __init__(self, base: Store, folder: HuggingFaceFolder, spec: TensorSpec, meter: Meter) -> None:
         if spec.dtype not in FLOATS:
             raise BadInput(
-                f"{folder.where} holds {spec.name!r} in {DTYPES[spec.dtype].name}, in which an adapter is not "
-                "merged into it.",
+                f"{folder.where} holds {spec.name!r} in {DTYPES[spec.dtype].name}, in which an adapter is "
+                "not merged into it.",
                 hint="Load both into a model in floating point, and save that.",
                 details={"tensor": spec.name},
             )

@@ -118,7 +118,7 @@ class _Adapted(TensorMemory):
         return made.T if by.is_turned else made
 
     def _factor(self, by: Product, ours: Box) -> torch.Tensor:
-        """Return what rows are multiplied by (DoRA): by their norms, whole rows of the base model are read."""
+        """Return what rows are multiplied by (DoRA). It depends on norms of whole rows, which are read."""
         first, rows = ours.offset[0], ours.shape[0]
         starts = range(first - first % _TILE[0], first + rows, _TILE[0])
         found = torch.cat([self._tile_factor(by, start) for start in starts])

@@ -11,7 +11,7 @@ from holdfast._models.views.adapter import ADAPTER_WEIGHTS, Adapter
 
 
 class AdaptedFolder:
-    """A store of the base model's files that has an adapter. Published models notice it (`PublishedModel`)."""
+    """A store of the base model's files that has an adapter, which published models notice."""
 
     def __init__(self, base: Store, adapter: Adapter, weights: Store) -> None:
         """weights: the folder of the adapter."""
@@ -27,7 +27,9 @@ class AdaptedFolder:
 
     def bounded(self, deadline: Deadline) -> Store:
         """Return the same folder as a store whose calls end by a deadline."""
-        return cast(Store, AdaptedFolder(bounded(self.base, deadline), self.adapter, bounded(self._weights, deadline)))
+        return cast(
+            Store, AdaptedFolder(bounded(self.base, deadline), self.adapter, bounded(self._weights, deadline))
+        )
 
 
 def merged(base: Folder, adapter: Folder) -> Store:

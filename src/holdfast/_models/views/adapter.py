@@ -95,14 +95,15 @@ class Adapter:
         self.config = read_adapter_config(store)
         if store.stat(ADAPTER_WEIGHTS) is None:
             pickled = store.stat(_PICKLED) is not None
+            if pickled:
+                raise BadInput(
+                    f"{store.url} holds its weights pickled ({_PICKLED}), and loading a pickle "
+                    "may run code that it holds.",
+                    hint="Have PEFT write it as safetensors: from_pretrained, then save_pretrained.",
+                )
             raise BadInput(
-                f"{store.url} holds the weights of its adapter pickled ({_PICKLED}), and loading a pickle may "
-                "run code that it holds."
-                if pickled
-                else f"{store.url} holds no {ADAPTER_WEIGHTS}.",
-                hint="Have PEFT write it as safetensors: from_pretrained, then save_pretrained to a new folder."
-                if pickled
-                else "Give the folder that PEFT's save_pretrained wrote.",
+                f"{store.url} holds no {ADAPTER_WEIGHTS}.",
+                hint="Give the folder that PEFT's save_pretrained wrote.",
             )
         self.url, self.weights = store.url, HuggingFaceFolder(store, ADAPTER_WEIGHTS)
         self._identity = f"{self.weights.identity} {self.config.identity}"
@@ -145,8 +146,8 @@ class Adapter:
             raise BadInput(
                 f"The adapter {self.url} changes {len(unknown)} tensors that {base.where} does not have: "
                 f"{counted(unknown)}.",
-                hint="It is of another model, or transformers calls these otherwise in the version that it was "
-                "trained with.",
+                hint="It is of another model, or was trained with a version of transformers that calls these "
+                "otherwise.",
                 details={"unknown": unknown[:100]},
             )
         self._refuse_tied(base, changes)
@@ -168,8 +169,8 @@ class Adapter:
                 )
             if place.code not in FLOATS:
                 raise BadInput(
-                    f"{self.weights.where} holds {name!r} in {DTYPES[place.code].name}; an adapter is read in "
-                    "floating point only.",
+                    f"{self.weights.where} holds {name!r} in {DTYPES[place.code].name}; an adapter is read "
+                    "in floating point only.",
                     details={"tensor": name},
                 )
             match = _LORA.fullmatch(name.removeprefix(PREFIX))
@@ -192,9 +193,7 @@ class Adapter:
         """Return whether a module of this name has a weight, and is not only the owner of parameters."""
         return _published_shape(base, f"{module}.weight") is not None or "lora_A" not in parts
 
-    def _of_module(
-        self, module: str, parts: dict[str, Place]
-    ) -> Iterator[tuple[str, Product | Vector, int]]:
+    def _of_module(self, module: str, parts: dict[str, Place]) -> Iterator[tuple[str, Product | Vector, int]]:
         is_embedding = "lora_embedding_A" in parts
         a, b = self._pair(module, parts, "lora_embedding_A" if is_embedding else "lora_A")
         magnitude = parts.get("lora_magnitude_vector")
@@ -215,7 +214,9 @@ class Adapter:
     ) -> Iterator[tuple[str, Product, int]]:
         """Yield the changes of parameters of a module. The file does not name them: they are those of
         `target_parameters` that matrices of these shapes fit."""
-        names = [f"{module}.{last}" for last in sorted({one.rpartition(".")[2] for one in self.config.parameters})]
+        names = [
+            f"{module}.{last}" for last in sorted({one.rpartition(".")[2] for one in self.config.parameters})
+        ]
         shapes = {name: shape for name in names if (shape := _published_shape(base, name)) is not None}
         for parts in wrappers:
             a, b = self._pair(module, parts, "lora_A")
@@ -234,8 +235,8 @@ class Adapter:
                 said = "none of its parameters" if not fitting else "more than one of its parameters"
                 raise BadInput(
                     f"{self.weights.where} holds matrices of {list(b.shape)} and {list(a.shape)} for "
-                    f"{module!r}, which fit {said}{f' ({counted(names)})' if names else ''}, so which one they "
-                    f"change can't be told.",
+                    f"{module!r}, which fit {said}{f' ({counted(names)})' if names else ''}, so which one "
+                    f"they change can't be told.",
                     hint="The base model may be another one. Otherwise merge it into its model (PEFT: "
                     "merge_and_unload, then save_pretrained).",
                     details={"tensor": a.name},
@@ -248,7 +249,7 @@ class Adapter:
             raise BadInput(
                 f"{self.weights.where} does not hold two matrices, {first} and {first.replace('_A', '_B')}, "
                 f"for {module!r}.",
-                hint="The file is incomplete, or written from shards of the parameters; save the adapter again.",
+                hint="The file is incomplete, or written from shards of parameters; save the adapter again.",
                 details={"module": module},
             )
         return a, b
@@ -257,8 +258,8 @@ class Adapter:
         rank = self.config.rank(name) * experts
         if not a.shape[0] == b.shape[1] == rank:
             raise ShapeMismatch(
-                f"{self.weights.where} holds matrices of {list(b.shape)} and {list(a.shape)} for {name!r}, and "
-                f"{self.config.where} says that their rank is {rank}.",
+                f"{self.weights.where} holds matrices of {list(b.shape)} and {list(a.shape)} for {name!r}, "
+                f"and {self.config.where} says that their rank is {rank}.",
                 hint="Give the configuration that the adapter was saved with.",
                 details={"tensor": a.name},
             )
@@ -290,14 +291,16 @@ class Adapter:
             raise ShapeMismatch(
                 f"The adapter {self.url} is for {name!r} with shape {list(ours)}, and {base.where} holds "
                 f"{segment.name!r} with shape {list(place.shape)}.",
-                hint="It is of another base model, or was trained after the embedding had been resized; resized "
-                "embeddings are not merged."
+                hint="It is of another base model, or was trained after the embedding had been resized; such "
+                "an embedding is not merged."
                 if "embed" in name or "lm_head" in name
                 else "It is of another base model.",
                 details={"tensor": segment.name},
             )
         if dora and by.magnitude.shape != place.shape[:1]:  # type: ignore[union-attr]
-            raise ShapeMismatch(f"The lora_magnitude_vector of {name!r} in {self.url} has another length than {ours[0]}.")
+            raise ShapeMismatch(
+                f"The lora_magnitude_vector of {name!r} in {self.url} has another length than {ours[0]}."
+            )
 
     def _refuse_tied(self, base: PublishedModel, changes: dict[str, list[Change]]) -> None:
         if base.tied is not None and (touched := changes.keys() & {*base.tied}):

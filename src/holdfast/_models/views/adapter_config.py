@@ -32,13 +32,21 @@ _METHODS = {
 """Names of methods that are not read, by their `peft_type`; others are named by that."""
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` by which PEFT also changes the weights of the base model."""
-_NO_EFFECT = frozenset(
-    "alora_dropout auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config "
-    "exclude_modules inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config "
-    "lora_alpha lora_bias lora_dropout lora_ga_config megatron_config megatron_core modules_to_save "
-    "peft_type peft_version qalora_group_size r rank_pattern alpha_pattern revision runtime_config "
-    "target_modules target_parameters task_type use_dora use_rslora".split()
-)
+_NO_EFFECT = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
+    *("ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
+    *(
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_alpha",
+        "lora_bias",
+    ),
+    *("lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "modules_to_save", "peft_type"),
+    *("peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
+    *("target_modules", "target_parameters", "task_type", "use_dora", "use_rslora"),
+}
 """Keys that are read here, or that say nothing of merged weights."""
 
 
@@ -66,7 +74,10 @@ class AdapterConfig:
         """The last words of the names of parameters that are adapted without a module."""
         self.bias = str(said.get("bias") or "none")
         self._is_root = said.get("use_rslora") is True
-        self._rank, self._alpha = self._number(said.get("r"), "r"), self._number(said.get("lora_alpha"), "lora_alpha")
+        self._rank, self._alpha = (
+            self._number(said.get("r"), "r"),
+            self._number(said.get("lora_alpha"), "lora_alpha"),
+        )
         self._ranks, self._alphas = (self._pattern(said, key) for key in ("rank_pattern", "alpha_pattern"))
 
     def rank(self, module: str) -> int:
@@ -82,13 +93,13 @@ class AdapterConfig:
         init = said.get("init_lora_weights")
         if isinstance(init, str) and init.lower().startswith(_CHANGE_BASE):
             raise self._refused(
-                f"says init_lora_weights={init[:40]!r}, by which the weights of the base model were changed, too",
+                f"says init_lora_weights={init[:40]!r}, by which the base model's weights were changed, too",
                 "Have PEFT convert it: save_pretrained(path_initial_model_for_weight_conversion=...).",
             )
         if said.get("fan_in_fan_out"):
             raise self._refused("says fan_in_fan_out, for weights whose inputs lie along rows")
         for key, value in said.items():
-            if value and key not in _NO_EFFECT and key != "fan_in_fan_out":
+            if value and key not in _NO_EFFECT:
                 raise self._refused(f"says {key[:60]}={str(value)[:60]}, a variant of LoRA")
 
     def _refused(self, says: str, hint: str = "") -> BadInput:

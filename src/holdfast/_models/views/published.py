@@ -15,7 +15,7 @@ import torch
 from holdfast._core.io.source import Rows
 from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, TensorSpec
-from holdfast._core.plan.shard_table import Memory, ShardTable
+from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.state.memory import ShiftedMemory, TensorMemory, check_is_view, torch_dtype
 from holdfast._models.views.adapted import merged_into
 from holdfast._models.views.adapter import PREFIX, stored_name
@@ -109,8 +109,8 @@ class _Look:
             self.source.refuse_quantized(spec.name)
             if self.source.adapter is not None and _BRIDGES in spec.name:
                 raise BadInput(
-                    f"{spec.name!r} is of a model that Megatron-Bridge's LoRA has wrapped: PEFT's matrices for "
-                    "queries, keys and values are not loaded into its own.",
+                    f"{spec.name!r} is of a model that Megatron-Bridge's LoRA has wrapped: PEFT's matrices "
+                    "for queries, keys and values are not loaded into its own.",
                     hint="Load into the model without LoRA: the adapter is merged into its weights.",
                     details={"tensor": spec.name},
                 )

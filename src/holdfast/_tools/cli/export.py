@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 @click.argument("kind", type=click.Choice(["torch_dist", "hf", "adapter"]))
 @click.argument("source", type=click.Path())
 @click.argument("out", type=click.Path())
-@click.option("--like", type=click.Path(), help="hf: the folder of the published model; adapter: one with its adapter_config.json.")
+@click.option(
+    "--like",
+    type=click.Path(),
+    help="hf: the folder of the published model; adapter: one with its adapter_config.json.",
+)
 @click.option(
     "--dtype",
     help="hf: of floating-point weights; by default as in --like, never wider than they are stored.",
