@@ -16,7 +16,7 @@ import torch
 from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import Dims
 from holdfast._core.state.memory import ShiftedMemory, TensorMemory, torch_dtype
-from holdfast._models.views.adapter import Adapter, Change, Product, Replacement, Vector
+from holdfast._models.views.adapter import Adapter, Change, Product, Trained, Vector
 from holdfast._models.views.hub_format import Place
 from holdfast._models.views.mapping import MINUS_ONE, Segment
 from holdfast._models.views.published_model import PublishedModel
@@ -68,7 +68,7 @@ class _Adapted(TensorMemory):
                 continue
             there = change.segment.theirs(ours).relative_to(theirs.offset)
             some = part[there.slices()]
-            if isinstance(change.by, Replacement):
+            if isinstance(change.by, Trained):
                 self._replace(some, self._seen(change.segment, self._read(change.by.tensor, ours)))
                 continue
             added = self._seen(change.segment, self._added(change.by, ours))

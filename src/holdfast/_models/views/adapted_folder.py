@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 from holdfast._core.base.deadline import Deadline
-from holdfast._core.store.base import Folder, Reader, Store, bounded
+from holdfast._core.store.base import Folder, Reader, Store, bounded, open_at
 from holdfast._core.store.local import open_store
 from holdfast._models.views.adapter import ADAPTER_WEIGHTS, Adapter
 
@@ -17,13 +17,12 @@ class AdaptedFolder:
         """weights: the folder of the adapter."""
         self.base, self.adapter, self._weights = base, adapter, weights
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.base, name)
 
-    def open(self, path: str, *more: int) -> Reader:
+    def open(self, path: str, first: int = 0) -> Reader:
         # The adapter's own tensors are read in a load like others, into a model that PEFT has wrapped.
-        store: Any = self._weights if path == ADAPTER_WEIGHTS else self.base
-        return cast(Reader, store.open(path, *more))
+        return open_at(self._weights if path == ADAPTER_WEIGHTS else self.base, path, first)
 
     def bounded(self, deadline: Deadline) -> Store:
         """Return the same folder as a store whose calls end by a deadline."""

@@ -72,7 +72,7 @@ class Vector(NamedTuple):
     scale: float
 
 
-class Replacement(NamedTuple):
+class Trained(NamedTuple):
     """A tensor that was trained itself, and takes the place of the base model's."""
 
     tensor: Place
@@ -83,7 +83,7 @@ class Change(NamedTuple):
 
     segment: Segment
     """Which part, and which part of the tensor that the adapter was made for."""
-    by: Product | Vector | Replacement
+    by: Product | Vector | Trained
 
 
 class Adapter:
@@ -152,10 +152,10 @@ class Adapter:
             )
         self._refuse_tied(base, changes)
         for some in changes.values():  # a copy of the base model's own comes before what is added to it
-            some.sort(key=lambda change: not isinstance(change.by, Replacement))
+            some.sort(key=lambda change: not isinstance(change.by, Trained))
         return dict(changes)
 
-    def _by_tensor(self, base: PublishedModel) -> Iterator[tuple[str, Product | Vector | Replacement, int]]:
+    def _by_tensor(self, base: PublishedModel) -> Iterator[tuple[str, Product | Vector | Trained, int]]:
         """Yield the names of transformers' tensors with their changes, and how many experts they have."""
         modules: dict[str, dict[str, Place]] = defaultdict(dict)
         for name in self.weights.names():
@@ -175,7 +175,7 @@ class Adapter:
                 )
             match = _LORA.fullmatch(name.removeprefix(PREFIX))
             if match is None:
-                yield name.removeprefix(PREFIX).replace(_BASE, ""), Replacement(place), 0
+                yield name.removeprefix(PREFIX).replace(_BASE, ""), Trained(place), 0
                 continue
             end = ".bias" if match["end"] == "bias" else ""
             modules[match["module"]][match["part"] + end] = place
@@ -266,7 +266,7 @@ class Adapter:
         return self.config.scale(name)
 
     def _check(
-        self, base: PublishedModel, name: str, segment: Segment, by: Product | Vector | Replacement
+        self, base: PublishedModel, name: str, segment: Segment, by: Product | Vector | Trained
     ) -> None:
         place = base.place(segment.name)
         if place is None:
@@ -350,9 +350,9 @@ def _of_adapter(name: str) -> tuple[str, str]:
     return "", ""
 
 
-def _shape_of(by: Product | Vector | Replacement, experts: int) -> Dims:
+def _shape_of(by: Product | Vector | Trained, experts: int) -> Dims:
     """Return the shape of the tensor that a change is for."""
-    if isinstance(by, Replacement):
+    if isinstance(by, Trained):
         return by.tensor.shape
     if isinstance(by, Vector):
         return by.vector.shape
