@@ -40,7 +40,7 @@ def command(
     name: str,
     as_json: bool,
 ) -> None:
-    """Convert a Holdfast checkpoint to torch DCP and megatron-core, or its weights to Hugging Face or PEFT.
+    """Convert a Holdfast checkpoint to torch DCP and megatron-core, or its weights to Hugging Face.
 
     torch_dist: to one that torch DCP and megatron-core load. OUT must not exist, or be empty. After an
     interruption the same command starts again.
