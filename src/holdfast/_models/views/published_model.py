@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
+from typing import TYPE_CHECKING, Self
 
 from holdfast._core.io.small_files import read_file
 from holdfast._core.io.source import ForeignSource
@@ -23,6 +25,9 @@ from holdfast._models.views.family import (
 from holdfast._models.views.quantized import IN_8_BITS, is_read, is_scale
 from holdfast.errors import BadInput
 
+if TYPE_CHECKING:
+    from holdfast._models.views.adapter import Adapter, Change
+
 _PACKED = ("qweight", "weight_packed")
 """Names that replace `weight` in a quantized module: by GPTQ and AWQ; by compressed-tensors."""
 
@@ -31,9 +36,16 @@ class PublishedModel(ForeignSource):
     """A published model, complete or in part, and its configuration. Its subclasses are sources of loads."""
 
     where: str
+    merges = 1
+    """How often the adapter is merged into the weights, if there is one."""
+
+    is_wrapped = False
+    """Does a load ask for the adapter's own tensors, by the names of a model that PEFT has wrapped?"""
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.adapter: Adapter | None = getattr(store, "adapter", None)
+        """Merged into the weights as they are read."""
 
     @abstractmethod
     def place(self, name: str) -> hf.Place | None:
@@ -52,6 +64,19 @@ class PublishedModel(ForeignSource):
     def config(self) -> dict[str, object]:
         """Content of `config.json`; empty if there is none."""
         return read_config(self._store) or {}
+
+    @cached_property
+    def changes(self) -> Mapping[str, Sequence[Change]]:
+        """The published tensors that the adapter changes, and how. BadInput or ShapeMismatch if it is of
+        another model."""
+        return self.adapter.changes(self) if self.adapter is not None and self.merges else {}
+
+    def merging(self, times: int) -> Self:
+        """Return the same model with its adapter merged so often."""
+        other = copy(self)
+        other.__dict__.pop("changes", None)
+        other.merges = times
+        return other
 
     @cached_property
     def view(self) -> View:
@@ -88,6 +113,8 @@ class PublishedModel(ForeignSource):
         return self.view if is_known(language_model(self.config)) else None
 
     def is_weight(self, name: str) -> bool:
+        if self.adapter is not None and self.is_wrapped and name in self.adapter.trained:
+            return False
         return not is_scale(name, self._is_in_8_bits) and not hf.is_constant(name)
 
     def _is_in_8_bits(self, name: str) -> bool:
