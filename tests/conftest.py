@@ -64,6 +64,15 @@ loading/test_readers.py
 Those that compute stand between those that wait, or all workers would import frameworks at once."""
 
 
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What a worker has imported for all tests stays: no garbage collection of theirs goes through it."""
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     rank = {tests / name: number for number, name in enumerate(LONG.split())}
