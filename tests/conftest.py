@@ -4,7 +4,7 @@ import gc
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -76,13 +76,15 @@ loading/test_readers.py
 Those that compute stand between those that wait, or all workers would import frameworks at once."""
 
 
-gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """What a worker has imported for all tests stays: no garbage collection of theirs goes through it."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported for all tests stays: no garbage collection goes through it, now or in a test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
