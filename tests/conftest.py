@@ -30,6 +30,7 @@ settings.load_profile("holdfast")
 LONG = """
 frameworks/ray/test_ray.py
 roster/test_hosts.py
+test_torch_private.py
 docs/test_recipes.py
 groups/session/test_session.py
 frameworks/huggingface/test_in_frameworks.py

@@ -96,7 +96,7 @@ def environments(newest: str) -> list[Environment]:
     ends = {"3.12": "newest"}  # the newest Megatron-Bridge is for Python 3.12 alone
     return [
         Environment(f"the whole suite: Python {newest}", newest, ("tests",), 32),
-        Environment("the quick ones of make soak", newest, SOAK, 6, marks="soak and not gpu"),
+        Environment("the quick ones of make soak", newest, SOAK, 4, marks="soak and not gpu"),
         *(
             Environment(
                 f"the life of a process: Python {one}", one, LIFE, 9, megatron=ends.get(one, "oldest")
