@@ -66,8 +66,8 @@ check: lint  ## for the one who edits: lint, and the tests of the packages that 
 
 test: $(VENV)/.ready  ## the suite
 	$(BIN)/python -m compileall -q src tests drill  # or hundreds of processes compile what they import, where no .pyc are written
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not gpu" \
-		--durations 30 --durations-min 1
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+		-m "not soak and not gpu" --durations 30 --durations-min 1
 
 coverage: $(VENV)/.ready  ## the share of the source's lines that the tests of `make check` run
 	$(BIN)/python -m coverage erase
