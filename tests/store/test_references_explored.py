@@ -136,7 +136,7 @@ def test_nor_if_replies_are_lost_or_processes_killed(name: str, bound: dict[str,
 
 MUTANTS: dict[str, tuple[str, dict[str, int], list[Any]]] = {
     "a save looks at the notes before it claims": ("a save and a remover", {}, [
-        references, "claim", "    out = step.create(",
+        references, "claim_files", "    out = step.create(",
         "    early = _being_deleted(run, folder, sizes)\n    out = step.create(",
         "sizes.keys() - _being_deleted(run, folder, sizes)", "sizes.keys() - early",
     ]),

@@ -188,7 +188,7 @@ def saver(folder: int, attempt: int, of: str, replaces: bool = False) -> Callabl
         name = f"{attempt:012x}"
         ((origin, (path,)),) = by_folder([of]).items()
         try:
-            free = references.claim(store, origin, {path: 4}, name, 0)
+            free = references.claim_files(store, origin, {path: 4}, name, 0)
         except StorageError:
             free = set()
         own = store.create(DATA[attempt - 1])

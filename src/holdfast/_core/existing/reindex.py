@@ -29,7 +29,7 @@ from holdfast._core.format.names import (
     reference,
 )
 from holdfast._core.io.index_file import embedded_index, open_index
-from holdfast._core.io.references import by_folder, claim
+from holdfast._core.io.references import by_folder, claim_files
 from holdfast._core.plan.merge import Merger
 from holdfast._core.saving.commit import versions
 from holdfast._core.store.base import Folder, Store, version_of
@@ -122,7 +122,7 @@ def _claim(store: Store, columns: Columns, attempt: str) -> None:
     size = dict(zip(columns.file_names, columns.file_size.tolist(), strict=True))
     for folder, files in by_folder(size).items():
         wanted = {path: size[reference(folder, path)] for path in files}
-        if lost := wanted.keys() - claim(store, folder, wanted, attempt, None):
+        if lost := wanted.keys() - claim_files(store, folder, wanted, attempt, None):
             raise CorruptCheckpoint(
                 f"{store.url} needs {min(lost)} of {folder}, which is not there as it was, or is being "
                 "deleted."

@@ -55,7 +55,7 @@ KEPT = "kept-"
 """In the name of a note: its files stay while they are referred to (`removal`)."""
 
 
-class Claim(msgspec.Struct, frozen=True):
+class FileClaim(msgspec.Struct, frozen=True):
     """The files of a step that a rank of a later save may refer to."""
 
     folder: str
@@ -92,14 +92,14 @@ def by_folder(names: Iterable[str]) -> dict[str, list[str]]:
 # -- who refers ----------------------------------------------------------------------------------
 
 
-def claim(store: Store, folder: str, sizes: dict[str, int], attempt: str, rank: int | None) -> set[str]:
+def claim_files(store: Store, folder: str, sizes: dict[str, int], attempt: str, rank: int | None) -> set[str]:
     """Claim data files of the step in `folder` for the step in `store`; return those that may be referred to.
 
     sizes: of each file, in bytes. rank: which claims them, in one claim of a step; None: nobody's save.
     """
     run = parent(store)
     step = run.child(folder)
-    made = Claim(name_of_folder(store), attempt, sorted(sizes), rank is None)
+    made = FileClaim(name_of_folder(store), attempt, sorted(sizes), rank is None)
     out = step.create(_path(attempt, rank))
     try:
         out.write_at(0, [msgspec.json.encode(made)])
@@ -173,7 +173,7 @@ def referred_to(step: Store, files: Collection[str], pins: Iterable[str], known:
             data = read_file(step, f"{PINS}/{name}", _MOST)
             if data is None:
                 continue  # its save has failed, or its step was removed
-            made = msgspec.json.decode(data, type=ready(Claim))
+            made = msgspec.json.decode(data, type=ready(FileClaim))
         except (CorruptCheckpoint, *NO_JSON):
             return set(files)
         mine = set(files) & set(made.files)

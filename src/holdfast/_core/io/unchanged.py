@@ -36,7 +36,7 @@ from holdfast._core.format.names import (
 from holdfast._core.io.host_memory import ReportBytes, even_ranges
 from holdfast._core.io.index_file import embedded_index
 from holdfast._core.io.on_threads import on_threads
-from holdfast._core.io.references import by_folder, can_refer, claim, name_of_folder, release
+from holdfast._core.io.references import by_folder, can_refer, claim_files, name_of_folder, release
 from holdfast._core.io.spot_check import blocks_of, spot_check
 from holdfast._core.io.stream import ChunkSource, simple_addresses
 from holdfast._core.plan.agreement import box_keys
@@ -327,7 +327,7 @@ class _Held:
             numbers = {path: worth[reference(folder, path)] for path in files}
             sizes = {path: self.sizes[file] for path, file in numbers.items()}
             try:
-                free = claim(self._step, folder, sizes, attempt, self._table.rank)
+                free = claim_files(self._step, folder, sizes, attempt, self._table.rank)
             except StorageError as error:
                 log.debug("%s: what %s holds is written anew: %s", self._step.url, folder, error)
                 continue
