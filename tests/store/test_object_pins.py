@@ -173,6 +173,7 @@ def interleaved(
     removal.finish_removals(store)
     if folder(1) + "/" in store.list():
         assert remove_step(store, folder(1)), (order, objects(store))
+        removal.finish_removals(store)
     assert {path.split("/")[0] for path in objects(store)} == {folder(2)}, order
     return ended, turns.made
 
@@ -236,7 +237,7 @@ def removed_while_it_is_opened(run: str, steps: dict[str, bytes], patch: pytest.
     plant(open_store(run), steps)
     store, real, pins = open_store(run), removal.has_live_pin, list[Pin]()
 
-    def looks(step: Store) -> bool:
+    def looks(step: Store, names: list[str]) -> bool:
         pins.append(Pin(step))
         return real(step)
 
@@ -441,6 +442,7 @@ def test_a_fault_in_each_request_of_a_removal(
         removal.finish_removals(store)
         if store.child(folder(1)).list():
             remove_step(store, folder(1))
+            removal.finish_removals(store)
         assert {path.split("/")[0] for path in objects(store)} == {folder(2)}, (number, fault)
     assert count >= 7
 
@@ -487,4 +489,5 @@ def test_a_remover_that_is_killed_at_each_request_leaves_nothing_for_good(
             assert isinstance(found, Verified)
             assert found.whole
             assert remove_step(store, folder(1))
+        removal.finish_removals(store)
         assert {path.split("/")[0] for path in objects(store)} == {folder(2)}, number
