@@ -35,6 +35,7 @@ def arguments_in(text: str) -> set[str]:
 RAISED_BY: dict[str, list[Callable[..., Any]]] = {
     "_groups/lifecycle/warm_up.py": [holdfast.warm_up],
     "_frameworks/torch_dcp/arguments.py": [dcp.save, dcp.async_save, dcp.load],
+    "_models/huggingface/adapters.py": [huggingface.export_adapter],
     "_models/huggingface/export.py": [huggingface.export],
     "_models/huggingface/importing.py": [huggingface.import_],
     "_models/huggingface/published_tensors.py": [huggingface.export],

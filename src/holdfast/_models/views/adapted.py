@@ -51,7 +51,7 @@ class _Adapted(TensorMemory):
     ) -> None:
         super().__init__(base.tensor, base.stored, 0)
         assert source.adapter is not None
-        self._base, self._source, self._place = base, source, place
+        self._target, self._source, self._place = base, source, place
         self._adapter: Adapter = source.adapter
         self._changes, self._change, self._origin = changes, change, origin
         self._matrices: dict[str, torch.Tensor] = {}
@@ -60,7 +60,7 @@ class _Adapted(TensorMemory):
 
     def put(self, box: Box, values: torch.Tensor) -> None:
         theirs = Box(tuple(a + b for a, b in zip(box.offset, self._origin, strict=True)), box.shape)
-        self._base.put(box, values)
+        self._target.put(box, values)
         part = self.tensor.detach()[box.slices()]
         for change in self._changes:
             ours = change.segment.ours(theirs)
