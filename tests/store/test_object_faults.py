@@ -9,42 +9,17 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._core.store import object_client, object_publish, object_writer
+from holdfast._core.store import object_writer
 from holdfast._core.store.base import Unsettled
 from holdfast._core.store.local import open_store
 from holdfast._tools.checkpoints.verify import Verified, verify
 from holdfast.errors import CommitUnconfirmed, Conflict, HoldfastError
-from tests.support.object_servers import BUCKET, Proxy, uploads
+from tests.support.object_servers import BUCKET, Proxy, hurry, uploads
 
 pytest.importorskip("obstore")
 ALONE = holdfast.Job(no_dist=True)
 SLOW = [pytest.param(fault, marks=pytest.mark.soak) for fault in ("500", "429", "cut", "late:0.2")]
-LIMITS = {
-    (module, name): getattr(module, name)
-    for name in ("READ", "REQUEST", "PATIENCE")
-    for module in (object_client, object_publish)
-    if hasattr(module, name)
-}
 FAULTS = ["503", "409", "expired", "200err", "hang", "drop", "lost", "short", *SLOW]
-
-
-@pytest.fixture
-def proxy(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
-    """With requests that end soon."""
-    for name, seconds in (("READ", 0.3), ("REQUEST", 5.0), ("PATIENCE", 4.0), ("FIRST_PAUSE", 0.02)):
-        for module in (object_client, object_publish):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, seconds)
-    return proxy
-
-
-@pytest.fixture
-def patient(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
-    """With requests that have as long as a user's. On a busy machine a reply takes longer than `proxy` gives it,
-    and then nobody tells the loser of a race that it has lost: `Unsettled` is right."""
-    for (module, name), seconds in LIMITS.items():
-        monkeypatch.setattr(module, name, seconds)
-    return proxy
 
 
 def holds(place: str, state: dict[str, torch.Tensor], proxy: Proxy) -> bool:
@@ -79,7 +54,8 @@ def save_with(proxy: Proxy, state: dict[str, torch.Tensor], place: str, number: 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_each_request_of_a_save(proxy: Proxy, fault: str) -> None:
+def test_a_fault_in_each_request_of_a_save(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    hurry(monkeypatch, fault)
     state = {"w": torch.randn(999)}
     holdfast.save(state, f"s3://{BUCKET}/{fault[:4]}/step-1", job=ALONE)  # tries the bucket
     number = 0
@@ -102,7 +78,7 @@ def test_a_fault_in_each_request_of_an_upload_in_parts(
     proxy: Proxy, server: int, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr(object_writer, "PART", 5 << 20)  # the least that S3 takes
-    monkeypatch.setattr(object_client, "READ", 1.5)
+    hurry(monkeypatch, fault)
     state = {"w": torch.randn(11 << 18)}  # 11 MiB: three parts
     run = f"s3://{BUCKET}/parts-{fault}"
     holdfast.save(state, f"{run}/step-1", job=ALONE)
@@ -156,16 +132,16 @@ def race(proxy: Proxy, place: str, seed: int) -> None:
     assert reader.read(0, 64) == versions[won[0]]
 
 
-def test_of_two_jobs_one_wins_though_replies_are_lost(patient: Proxy) -> None:
+def test_of_two_jobs_one_wins_though_replies_are_lost(proxy: Proxy) -> None:
     open_store(f"s3://{BUCKET}/race").publish("first", b"1" * 64, None)
     for seed in range(100):
-        race(patient, f"s3://{BUCKET}/race/{seed}", seed)
+        race(proxy, f"s3://{BUCKET}/race/{seed}", seed)
 
 
 @pytest.mark.soak
-def test_of_two_jobs_one_wins_a_thousand_times(patient: Proxy) -> None:
+def test_of_two_jobs_one_wins_a_thousand_times(proxy: Proxy) -> None:
     for seed in range(1000):
-        race(patient, f"s3://{BUCKET}/long-race/{seed}", seed)
+        race(proxy, f"s3://{BUCKET}/long-race/{seed}", seed)
 
 
 def test_a_reader_of_a_large_object_never_sees_two_versions(proxy: Proxy) -> None:

@@ -20,13 +20,13 @@ import torch
 import holdfast
 from holdfast._core.io import removal
 from holdfast._core.io.old_steps import remove_step
-from holdfast._core.store import object_client, object_publish, pins
+from holdfast._core.store import object_client, pins
 from holdfast._core.store.base import Store
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
 from holdfast._tools.checkpoints.verify import Verified, verify
 from holdfast.errors import Conflict, HoldfastError, NotCommitted, Replaced
-from tests.support.object_servers import BUCKET, Proxy, s3_environment
+from tests.support.object_servers import BUCKET, Proxy, hurry, s3_environment
 from tests.support.waiting import wait_until
 
 pytest.importorskip("obstore")
@@ -406,10 +406,7 @@ def test_a_fault_in_each_request_of_a_removal(
     read_meanwhile: bool,
 ) -> None:
     """No step that is committed lacks data, a pinned one never loses any, and the next time all of it goes."""
-    for name, seconds in (("READ", 1.0), ("REQUEST", 5.0), ("PATIENCE", 4.0), ("FIRST_PAUSE", 0.02)):
-        for module in (object_client, object_publish):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, seconds)
+    hurry(monkeypatch, fault)
     count = 0
     for number in range(-1, 99):
         if number >= count:

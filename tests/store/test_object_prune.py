@@ -20,14 +20,14 @@ import holdfast
 from holdfast._core.format.names import OWNER
 from holdfast._core.run import leftovers, owner
 from holdfast._core.run.owner import Owner
-from holdfast._core.store import object_client, object_publish
+from holdfast._core.store import object_client
 from holdfast._core.store.base import Store, replace_file
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
 from holdfast._tools.checkpoints.prune import Pruned, prune
 from holdfast._tools.checkpoints.verify import VerifiedRun, verify
 from holdfast.errors import HoldfastError
-from tests.support.object_servers import Proxy
+from tests.support.object_servers import Proxy, hurry
 
 pytest.importorskip("obstore")
 ALONE = holdfast.Job(no_dist=True)
@@ -299,10 +299,7 @@ FAULTS = [
 def test_a_fault_in_each_request_of_a_prune(
     proxy: Proxy, run: str, monkeypatch: pytest.MonkeyPatch, fault: str, every: int
 ) -> None:
-    for name, seconds in (("READ", 1.0), ("REQUEST", 5.0), ("PATIENCE", 4.0), ("FIRST_PAUSE", 0.02)):
-        for module in (object_client, object_publish):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, seconds)
+    hurry(monkeypatch, fault)
     count = 0
     with holdfast.Checkpoints(run, asynchronous=False, job=ALONE) as checkpoints:
         for step in (1, 2):

@@ -19,6 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 HOST = "127.0.0.1"
 BUCKET = "bucket"
 Rule = Callable[[str, str, str, int], str]
@@ -104,6 +106,16 @@ _ERRORS = {
     "unknown": (501, "NotImplemented", "A header you provided implies functionality that is not implemented"),
     "200err": (200, "InternalError", "We encountered an internal error. Please try again."),
 }
+
+
+def hurry(patch: pytest.MonkeyPatch, fault: str) -> None:
+    """Have requests tried again at once, and given up soon if the fault is one that hangs. All other limits stay
+    those of a user: on a busy machine a reply takes long."""
+    from holdfast._core.store import object_client
+
+    patch.setattr(object_client, "FIRST_PAUSE", 0.02)
+    if fault == "hang":
+        patch.setattr(object_client, "READ", 1.0)
 
 
 class Proxy:
