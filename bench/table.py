@@ -21,6 +21,7 @@ ORDER = (
     "per_tensor",
     "async_save",
     "objects",
+    "local_tier",
     "defaults",
     "fsdp",
     "megatron",

@@ -23,7 +23,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     printed = run_commands(block.code, tmp_path)
     assert "run: 2 ranks, " in printed
-    assert "last save  save of step 1, " in printed
+    assert "last save  step 1, " in printed
     data = data_of((tmp_path / "report.html").read_text())
     assert [(call["title"], call["outcome"], call["ranks"]) for call in data["calls"] if call["bytes"]] == [
         ("save of step 1", "committed", 2)

@@ -26,7 +26,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from holdfast._core.process.recording import EVENTS, EventLine
+from holdfast._core.process.recording import BEGUN, ENDED, EVENTS, EventLine
 from holdfast._tools.cli import cli
 from holdfast._tools.recorded import calls
 from holdfast._tools.recorded.live import Looker, State
@@ -79,11 +79,11 @@ def test_watch_tells_who_is_behind_while_the_job_runs(real: tuple[Path, list[Sta
     assert all(re.match(r"(save|load) of step \d, for \d+ s; behind: rank 3: ", state.call) for state in late)
     behind = [state for state in late if state.call.startswith("save of step 2, ")]
     assert behind
-    assert behind[-1].last_save.startswith("save of step 1, ")
+    assert behind[-1].last_save.startswith("step 1, ")
     assert re.search(r": \d+\.\d s, 32 MiB, [\d.]+ [MG]B/s$", behind[-1].last_save)
     waits = [doing for state in behind for doing in state.doing if doing.ranks == OTHERS]
     assert {doing.does for doing in waits} <= {
-        "in no call",
+        "in no call of Holdfast",
         "save entered",
         "save assigning",
         "save writing",
@@ -190,6 +190,37 @@ def test_watch_does_not_show_an_old_run_as_one_of_now(tmp_path: Path) -> None:
     assert any(line.split()[:2] == ["ranks", "did"] for line in lines)
 
 
+def test_watch_tells_of_a_save_that_failed_and_of_ranks_that_ended(tmp_path: Path) -> None:
+    """The program of all ranks but one ended by itself; that one was killed."""
+    folder = simulated(tmp_path / "run", 4, 0)
+    at = time.time() - 60
+    for rank in range(4):
+        saved = [
+            EventLine(f"save.{name}", at, 1, "run/1", {"bytes": 4000}) for name in ("entered", "committed")
+        ]
+        saved[1].at += 0.5
+        failed = [EventLine(f"save.{name}", at + 9, 2, "run/2") for name in ("entered", "failed")]
+        failed[1].at += 20
+        late = EventLine(
+            "save.late", at + 19, 2, "run/2", {"ranks": [2], "waited": 10.0, "what": "enter the save"}
+        )
+        lines = [EventLine(BEGUN, at, fields={"world": 4}), *saved]
+        lines += [] if rank == 2 else [*failed, late, EventLine(ENDED, at + 30)]
+        log = folder / EVENTS / f"rank-{rank}.jsonl"
+        log.write_bytes(msgspec.json.Encoder().encode_lines(sorted(lines, key=lambda line: line.at)))
+    state = Looker(str(folder)).look(at + 60)
+    assert state.last_save == "step 1, 60 s ago: 0.5 s, 15.62 KiB, 32 kB/s"
+    assert state.failed_save == "step 2, 31 s ago: failed after 20.0 s; late to enter the save: rank 2"
+    assert {(one.ranks, one.does) for one in state.doing} == {
+        ("rank 2", "in no call of Holdfast"),
+        ("ranks 0-1, 3", "recording ended"),
+    }
+    assert "not known to be over" in state.roll_calls[0]
+    with (folder / EVENTS / "rank-2.jsonl").open("ab") as log_of_2:
+        log_of_2.write(msgspec.json.encode(EventLine(ENDED, at + 31)) + b"\n")
+    assert "its end was not recorded" in Looker(str(folder)).look(at + 60).roll_calls[0]
+
+
 def test_watch_on_a_terminal_draws_in_place_and_ends_by_ctrl_c(tmp_path: Path) -> None:
     """A real terminal, whose program gets Ctrl-C as a signal."""
     main, other = pty.openpty()
@@ -224,7 +255,7 @@ def test_once_and_without_a_terminal_lines_are_plain(real: tuple[Path, list[Stat
     assert told.exit_code == 0
     assert "\x1b" not in told.stdout
     assert "8 ranks" in told.stdout.splitlines()[0]
-    assert "last save  save of step 2, " in told.stdout
+    assert "last save  step 2, " in told.stdout
     assert json.loads(command("watch", real[0], "--json").stdout)["world"] == 8
 
 

@@ -29,7 +29,7 @@ from holdfast._watch.diagnose import diagnose, waited_for_memory
 from holdfast._watch.dumps import read_roll_call, read_stacks
 from holdfast._watch.evidence import CUT_OFF, Ending, Evidence, Rank, SourceLine, Stack
 from holdfast._watch.own_stacks import OwnEvidence, activity_here, stacks_here
-from holdfast._watch.places import told
+from holdfast._watch.places import SHOWN, told
 from holdfast._watch.shared_call import ROLL_CALLS, JobPart, folder_of, parts, read_answers, take_part
 from holdfast._watch.verdict import TODO, Diagnosis, listed
 
@@ -337,10 +337,13 @@ def _ending(seen: Seen) -> Ending:
 def summary(why: str, found: Diagnosis, evidence: Evidence, folder: str) -> str:
     """Format the result of a call: one line for each place where ranks are, the fewest ranks first."""
     lines = [f"Roll call of {len(found.heard_of)} of {found.world_size} ranks, because {why}:"]
-    lines += [*found.says.splitlines(), *told(found.who.known if found.who is not None else ())]
+    known = found.who.known if found.who is not None else ()
+    lines += [*found.says.splitlines(), *told(known)]
     if found.why is not None:
         lines.append(TODO[found.why.kind])
-    lines += told(found.places)
+    # The facts about a rank begin with its place.
+    named = {rank for place in known[:SHOWN] for rank in place.ranks}
+    lines += told(place for place in found.places if not named.issuperset(place.ranks))
     lines += [f"Looks like {like.thread} ({like.title})." for like in found.looks_like[:1]]
     if silent := set(range(found.world_size or 0)) - evidence.ranks.keys():
         lines.append(f"{listed(silent)}: no answer. py-spy dump --pid PID, on its host, tells where it is.")

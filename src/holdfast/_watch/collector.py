@@ -14,6 +14,7 @@ from holdfast._watch.evidence import (
     GroupOperation,
     GroupProgress,
     Opening,
+    OwnVerdict,
     Rank,
     Remark,
     SourceLine,
@@ -57,6 +58,8 @@ class Collector:
         self._room = IN_ALL
         self._ended: dict[Ending, float] = {}
         self.hidden = 0
+        self.own: OwnVerdict | None = None
+        """The latest verdict of Holdfast in a log."""
 
     def rank(self, rank: int) -> _Seen:
         if rank >= RANKS:
@@ -168,6 +171,7 @@ class Collector:
             tuple(self._loose),
             tuple(self._raised),
             tuple(self._opening.values()),
+            self.own,
         )
 
     def _before_timeouts(self, ending: Ending) -> Ending:

@@ -100,6 +100,8 @@ def _to_collect(evidence: Evidence, who: Who | None, why: Why | None) -> Iterato
             f"{evidence.hidden} lines that Ray has left out: run with RAY_DEDUP_LOGS=0, or give the files in "
             "/tmp/ray/session_latest/logs."
         )
+    if evidence.own is not None and evidence.own.folder and evidence.has_only_logs():
+        yield f"What all ranks have answered to that roll call: holdfast diagnose {evidence.own.folder}"
     if why is not None or (who is not None and who.absent):
         return
     if evidence.backends != {"gloo"} and (not any(evidence.operations()) or not evidence.members):

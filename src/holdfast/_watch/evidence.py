@@ -193,6 +193,27 @@ class Opening(msgspec.Struct, frozen=True):
     ready: set[int]
 
 
+class OwnVerdict(msgspec.Struct, frozen=True):
+    """What Holdfast itself has proven about a wait, and written to a log (`own_words`)."""
+
+    summary: str
+    """Which ranks wait for which; "" if it names none."""
+    absent: tuple[int, ...]
+    """The ranks that others wait for."""
+    waiting: tuple[int, ...] = ()
+    is_whole: bool = True
+    """Does the line list all of the absent ranks?"""
+    is_wait: bool = False
+    """Is it about a single wait, rather than the result of a roll call?"""
+    facts: tuple[tuple[tuple[int, ...], str], ...] = ()
+    """Facts about absent ranks."""
+    cause: tuple[str, str] | None = None
+    """A proven cause: its kind, and what it says."""
+    lines: tuple[tuple[str, SourceLine], ...] = ()
+    folder: str = ""
+    """Where the answers of all ranks are."""
+
+
 class Evidence(msgspec.Struct, frozen=True):
     """All evidence about one job."""
 
@@ -208,6 +229,8 @@ class Evidence(msgspec.Struct, frozen=True):
     raised: tuple[Ending, ...] = ()
     """Errors whose rank is unknown."""
     opening: tuple[Opening, ...] = ()
+    own: OwnVerdict | None = None
+    """The latest verdict of Holdfast in a log."""
 
     @property
     def is_complete(self) -> bool:
@@ -242,6 +265,10 @@ class Evidence(msgspec.Struct, frozen=True):
         for one in (*(one for _, one in self.timeouts()), *self.loose):
             found[one.source.file] = min(one.source.line, found.get(one.source.file, one.source.line))
         return found
+
+    def has_only_logs(self) -> bool:
+        """Is there no stack and no flight record?"""
+        return not self.shown() and all(one.state == "timed out" for _, one in self.operations())
 
     def shown(self) -> dict[int, Stack]:
         """Return the main thread of each rank whose stacks are known."""

@@ -12,6 +12,7 @@ from holdfast._watch import looks_like
 from holdfast._watch.collector import RANKS, Collector
 from holdfast._watch.evidence import UNKNOWN, Ending, Frame, GroupOperation, GroupProgress, SourceLine
 from holdfast._watch.names import group_name
+from holdfast._watch.own_words import OwnWords
 
 BLOCK = 4 << 20
 """Bytes per read."""
@@ -94,6 +95,7 @@ class LogReader:
     def __init__(self, collector: Collector, name: str, rank: int | None = None) -> None:
         """rank: the rank of this log; None if it may contain several."""
         self._to, self._name, self._own = collector, name, rank
+        self._own_words = OwnWords(collector)
         self._frames: dict[str, Frame | None] = {}
         """The last frame of each open traceback, by stream."""
         self._chained: set[str] = set()
@@ -104,8 +106,6 @@ class LogReader:
         self._is_root = False
         self._sent: set[str] = set()
         """The pids of processes that torchrun has ended."""
-        self._telling: str | None = None
-        """The stream with an unfinished roll call by Holdfast."""
         self._stack: tuple[int | None, list[Frame]] | None = None
         """The rank of the unfinished stack of a failed collective, and its calls so far."""
         self._srun_told = False
@@ -122,7 +122,7 @@ class LogReader:
             rank = line.rank if line.rank is not None else self._own
             if rank is not None:
                 self._to.note(rank, last=source)
-            if self._own_words(line, source) or self._failed_stack(line.text, rank):
+            if self._own_words.read(line, source) or self._failed_stack(line.text, rank):
                 continue
             text = line.text
             self._to.alike(looks_like.parts_of_line(text), text, source)
@@ -144,19 +144,7 @@ class LogReader:
         limit = form.TIMEOUT.search(text)
         return self._to.is_near(_seconds(when), int(limit["limit"]) / 1000 if limit is not None else None)
 
-    # -- Holdfast itself, and torch's stack of the collective that has failed -------------------------------
-
-    def _own_words(self, line: form.Prefixed, source: SourceLine) -> bool:
-        """Read Holdfast's own messages about a wait: a single line, or the lines of a roll call."""
-        is_own = form.OWN.search(line.text) is not None
-        follows = line.stream == self._telling and line.text.startswith("  ")
-        if is_own and "Roll call of" in line.text:
-            self._telling = line.stream
-        elif line.stream == self._telling and not follows:
-            self._telling = None
-        if is_own or follows:
-            self._to.remark("told", line.text.strip(), source)
-        return is_own or follows
+    # -- torch's stack of the collective that has failed ------------------------------------------------
 
     def _failed_stack(self, text: str, rank: int | None) -> bool:
         if "Stack trace of the failed collective:" in text:

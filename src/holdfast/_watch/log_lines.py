@@ -26,7 +26,7 @@ KEYS = (
     *(b"srun: error", b"CANCELLED AT", b"Job step aborted", b"oom_kill", b"oom-kill"),
     *(b"Detected mismatch", b"Invalidate trace cache", b"destroy_process_group()", b"waitForInput"),
     *(b"orld size", b"orld_size", b"orld-size", b"ORLD_SIZE", b"ORLD SIZE", b"ORLD-SIZE", b"orld Size"),
-    *(b" has waited ", b" came after ", b"roll call is over", b"roll call has failed"),
+    *(b" has waited ", b" came after ", b"of the last roll call", b" while rank ", b"not in that collective"),
     *(b"message store has not answered", b"ProcessGroupGloo"),
 )
 """Keywords: a line with none of these, nor any of a known case, is skipped."""
@@ -187,7 +187,7 @@ OVER = re.compile(
 OWN = re.compile(
     r"Roll call of \d+ of \d+ ranks, because |rank \d+ has waited \d+ s for |"
     r"rank \d+ came after \d+ s|"
-    r"roll call (?:is over|has failed)|message store has not answered"
+    r"of the last roll call|message store has not answered"
 )
 """Messages of Holdfast itself."""
 RAISED = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::\s?(.*))?$")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from holdfast._watch.evidence import Evidence, Rank, is_of_a_library
 from holdfast._watch.positions import BUSY, Position, later_of, position_among, position_of, positions_of
@@ -25,7 +25,7 @@ def places(evidence: Evidence) -> tuple[RankPlace, ...]:
         phase = evidence.ranks[rank].phase
         found[f"{_does(one)} at {one.call}" + (f", in {phase}" if phase else "")].append(rank)
     fewest = sorted(found.items(), key=lambda item: len(item[1]))
-    return tuple(RankPlace(tuple(ranks), text) for text, ranks in fewest)
+    return tuple(RankPlace(tuple(ranks), agree(text, ranks)) for text, ranks in fewest)
 
 
 def _does(one: Position) -> str:
@@ -34,11 +34,35 @@ def _does(one: Position) -> str:
 
 def known_of(evidence: Evidence, ranks: Iterable[int]) -> tuple[RankPlace, ...]:
     """Format the facts about these ranks; ranks with the same facts become one place."""
-    found: dict[str, list[int]] = defaultdict(list)
+    found: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    nothing = "it has no line" if evidence.has_only_logs() else "it has not answered"
     for number in ranks:
         rank = evidence.ranks.get(number)
-        found["; ".join(_facts(rank)) if rank is not None else "it has not answered"].append(number)
-    return tuple(RankPlace(tuple(numbers), text) for text, numbers in list(found.items())[:SHOWN])
+        found[tuple(_facts(rank)) if rank is not None else (nothing,)].append(number)
+    return tuple(
+        RankPlace(tuple(numbers), "; ".join(agree(fact, numbers) for fact in facts))
+        for facts, numbers in list(found.items())[:SHOWN]
+    )
+
+
+_PLURAL = {
+    "is at its exit,": "are at their exit,",
+    "is": "are",
+    "waits": "wait",
+    "opens": "open",
+    "has": "have",
+    "uses": "use",
+    "it has": "they have",
+    "its stacks": "their stacks",
+}
+_VERB = re.compile(rf"^(?:{'|'.join(_PLURAL)})(?!\w)")
+
+
+def agree(fact: str, ranks: Collection[int]) -> str:
+    """Return a fact about one rank in the plural, if it is about several."""
+    if len(ranks) == 1:
+        return fact
+    return _VERB.sub(lambda verb: _PLURAL[verb[0]], fact).replace(", and moves: later", ", and move: later")
 
 
 def _facts(rank: Rank) -> Iterator[str]:

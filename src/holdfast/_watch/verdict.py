@@ -33,7 +33,8 @@ class Who(msgspec.Struct, frozen=True):
     """The ranks to look at: absent and not waiting themselves, or unlike the others. Empty: none is missing;
     None: not known."""
     basis: str
-    """The kind of evidence for it: `counts`, `stacks`, `log`, or `cause`, if only the cause shows it."""
+    """The kind of evidence for it: `counts`, `stacks`, `log`, `holdfast`, if Holdfast wrote it to a log,
+    or `cause`, if only the cause shows it."""
     waiting: tuple[int, ...] = ()
     absent: tuple[int, ...] = ()
     """Ranks that have not reached the operation of the others, and are not waiting themselves."""
@@ -49,6 +50,7 @@ class Who(msgspec.Struct, frozen=True):
     seen: tuple[Observation, ...] = ()
 
 
+NOBODY_WAITS = "No rank is known to wait for another."
 MEANS = {
     "died": "a rank has raised an error or was ended, before any timeout",
     "ended": "the program or process of a rank has ended, without a known error, while others wait",
@@ -119,7 +121,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
         """Format `who` and `why`, one line each."""
         lines = [self.who.summary] if self.who is not None else []
         lines += [f"{self.why.kind}: {self.why.summary}"] if self.why is not None else []
-        return "\n".join(f"{line}." for line in lines) or "No rank is known to wait for another."
+        return "\n".join(f"{line}." for line in lines) or NOBODY_WAITS
 
 
 def listed(ranks: Collection[int]) -> str:

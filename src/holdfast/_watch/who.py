@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
-from holdfast._watch.evidence import UNKNOWN, Evidence, Rank
+from holdfast._watch.evidence import UNKNOWN, Ending, Evidence, Rank
 from holdfast._watch.places import known_of
 from holdfast._watch.positions import Position, is_held, may_be_at_its_gpu, positions_of
-from holdfast._watch.verdict import Observation, Who, listed
+from holdfast._watch.verdict import Observation, RankPlace, Who, listed
 from holdfast._watch.waits import Waits
 from holdfast._watch.why import observed
 
@@ -20,7 +21,23 @@ SEEN = 8
 def who_waits(evidence: Evidence, waits: Waits) -> Who | None:
     """Return the result of the first rule that applies, from the strongest to the weakest."""
     counts = _by_counts(evidence, waits), _nobody_is_missing(evidence, waits)
-    return next(chain(*counts, _opening(evidence), _by_stacks(evidence), _by_log(evidence)), None)
+    logs = _opening(evidence), _by_stacks(evidence), _by_log(evidence), _by_gloo(evidence)
+    return next(chain(_by_holdfast(evidence), *counts, *logs), None)
+
+
+def _by_holdfast(evidence: Evidence) -> Iterator[Who]:
+    """Rule: Holdfast has written to a log who waits for whom. It had all stacks, so only stacks tell more."""
+    own = evidence.own
+    if own is not None and own.summary and evidence.has_only_logs():
+        yield Who(
+            own.summary,
+            own.absent if own.absent and own.is_whole else None,
+            "holdfast",
+            own.waiting,
+            own.absent,
+            known=tuple(RankPlace(ranks, text) for ranks, text in own.facts),
+            seen=tuple(Observation(text, source) for text, source in own.lines[:SEEN]),
+        )
 
 
 def _by_counts(evidence: Evidence, waits: Waits) -> Iterator[Who]:
@@ -244,3 +261,37 @@ def _by_log(evidence: Evidence) -> Iterator[Who]:
             known=known_of(evidence, sorted(silent)[:64]),
             seen=tuple(observed(rank, one) for rank, one in sorted(timed_out.items())[:SEEN]),
         )
+
+
+_GLOO = re.compile(r"Timed out waiting \d+ms for (?:recv|send) operation to complete")
+_PEER_LOST = re.compile("Connection (?:closed|reset) by peer")
+
+
+def _by_gloo(evidence: Evidence) -> Iterator[Who]:
+    """Rule: gloo's errors, which have no sequence number, show ranks that timed out in one call, and ranks
+    that did not."""
+    found: dict[int, Ending] = {}
+    for rank, ending in evidence.endings():
+        if ending.is_fatal and _GLOO.search(ending.what):
+            found.setdefault(rank, ending)
+    calls = {one.call for one in found.values()}
+    # A rank that has lost its peer was in a collective, too, perhaps in the same.
+    lost = {rank for rank, one in evidence.endings() if _PEER_LOST.search(one.what)}
+    silent = set(range(evidence.world_size or max(evidence.ranks, default=-1) + 1)) - found.keys() - lost
+    if not silent or not found or evidence.hidden or len(calls) > 1:
+        return
+    call = found[min(found)].call
+    ranks = tuple(sorted(silent)) if 2 * len(silent) < len(found) else None
+    yield Who(
+        f"{listed(found)} timed out in gloo{f' at {call}' if call else ''}; the log has no timeout of "
+        f"{listed(silent)}",
+        ranks,
+        "log",
+        tuple(sorted(found)),
+        ranks or (),
+        call=call,
+        known=known_of(evidence, sorted(silent)[:64]),
+        seen=tuple(
+            Observation(f"rank {rank}: {one.what}", one.source) for rank, one in list(found.items())[:SEEN]
+        ),
+    )

@@ -21,6 +21,7 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
     Args:
         absent: the ranks, as far as known, that others wait for and that are not waiting themselves.
     """
+    yield from _by_holdfast(evidence)
     yield from _died(evidence, absent)
     yield from _held(evidence, absent)
     yield from _fingerprints(evidence)
@@ -32,6 +33,13 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
     if absent:
         # The ranks that others wait for may wait for a dead one in a way that nothing shows.
         yield from _died(evidence, frozenset())
+
+
+def _by_holdfast(evidence: Evidence) -> Iterator[Why]:
+    """Rule: a roll call in a log has proven it."""
+    own = evidence.own
+    if own is not None and own.cause is not None and evidence.has_only_logs():
+        yield Why(*own.cause, seen=tuple(Observation(text, source) for text, source in own.lines[:8]))
 
 
 def _died(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:

@@ -27,8 +27,8 @@ from holdfast.errors import HoldfastError
 log = logging.getLogger("holdfast")
 EVENTS = "events"
 """The subfolder of a run folder with the event logs of all ranks."""
-BEGUN, LOST = "record.begun", "record.lost"
-"""Names of the events that mark the start of a recording, and lost events."""
+BEGUN, ENDED, LOST = "record.begun", "record.ended", "record.lost"
+"""Names of the events that mark the start and the end of a recording, and lost events."""
 LIMIT = 1 << 20
 """Maximum bytes of one file; a rank has two."""
 QUEUED = 4096
@@ -105,6 +105,8 @@ class Recorder:
         """Write the remaining events, if storage answers within `LAST` seconds."""
         not_at_exit(self._at_exit)
         heart.end(self)
+        with self._lock:
+            self._queue.append(EventLine(ENDED, time.time()))
         ends = time.monotonic() + LAST
         with suppress(HoldfastError):  # no thread for it
             if self._writer is not None:

@@ -291,7 +291,7 @@ class PeerMonitor:
         unknown = any(seen[info.rank].vitals is None for info in infos)
         hints = [context.hint, "" if entered else NO_PART, UNKNOWN_BEFORE if unknown else ""]
         return kind(
-            f"{context.title} failed after {context.deadline.elapsed():.1f} s, {why} while rank "
+            f"{context.title} failed after {context.deadline.elapsed():.1f} s, because {why} while rank "
             f"{context.rank} waited for {whom} to {what or self.what}: {shown}.",
             step=context.step,
             phase=context.phase,

@@ -101,7 +101,7 @@ class Monitor:
             self._look(self._bounded)
 
     def say(self, what: str) -> None:
-        """Announce that this rank has `heard` of a failure, or has `left`."""
+        """Announce that this rank has `raised` an error, has `heard` of a failure, or has `left`."""
         with suppress(RosterLost):
             self._bounded.put(f"{self.key}/{what}/{self.roster.rank}", {"at": time.time()})
 
@@ -144,16 +144,24 @@ class Monitor:
             return self.host if self.host is not None and self.host.who.rank == rank else None
 
     def ask_where(self, ranks: Sequence[int], here: str) -> tuple[RankInfo, ...]:
-        """Ask ranks for their stacks; return those that answer and are not in the call `here`."""
+        """Ask ranks for their stacks; return those that answer and are not in the call `here`.
+
+        Ranks that have `raised` an error are left out: they may have been in that call until then.
+        """
         others = [rank for rank in ranks if rank != self.roster.rank]
         try:
             seen = see(self._bounded, others)
             inquiry = Inquiry(self._bounded)
             inquiry.ask([rank for rank in others if not seen[rank].ended], seen)
             where = inquiry.answers(others, seen, PATIENCE)
+            # Read last: a rank may raise while it is asked.
+            raised = get_ours(self._bounded, [f"{self.key}/raised/{rank}" for rank in others])
         except RosterLost:
             return ()
         where |= {rank: one.ended for rank, one in seen.items() if one.ended}
+        for rank, message in zip(others, raised, strict=True):
+            if message is not None:
+                where.pop(rank, None)
         away = [rank for rank, place in where.items() if place and (not here or here not in place)]
         return tuple(
             msgspec.structs.replace(describe(rank, seen[rank], time.time(), key=self.key), at=where[rank])

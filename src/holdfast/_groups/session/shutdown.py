@@ -148,6 +148,8 @@ class Leaving:
         watch, ends = self.watch, self._set_end()
         # Another rank's failure may cause an error here before its message arrives.
         if watch.failure is None and _may_be_echo(error):
+            if error is not None:
+                watch.say("raised")
             until = min(time.monotonic() + 2.0, ends)
             while watch.failure is None and time.monotonic() < until:
                 watch.look()

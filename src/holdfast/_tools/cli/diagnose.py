@@ -31,8 +31,8 @@ def command(places: tuple[str, ...], as_json: bool) -> None:
 def show(found: Diagnosis) -> None:
     """Print a diagnosis."""
     world = f" of {found.world_size}" if found.world_size is not None else ""
-    whole = "" if found.is_complete else ", so that absence proves nothing"
-    output.say(f"heard of: {listed(found.heard_of) if found.heard_of else 'no rank'}{world}{whole}")
+    heard = listed(found.heard_of) if found.heard_of else "no rank"
+    output.say(f"heard of: {heard}{world}{_not_heard(found)}")
     who, why = found.who, found.why
     seen = why.seen if why is not None and why.seen else who.seen if who is not None else ()
     _observations(seen or found.observations)
@@ -61,6 +61,16 @@ def show(found: Diagnosis) -> None:
         output.say(f"at:   {listed(place.ranks)}: {place.text}")
     for wanted in found.collect:
         output.say(f"collect: {wanted}")
+
+
+def _not_heard(found: Diagnosis) -> str:
+    """Return what the evidence lacks; "" if it tells of every rank."""
+    if found.is_complete:
+        return ""
+    if found.world_size is None:
+        return "; how many ranks there are is not known"
+    is_partial = len(found.heard_of) < found.world_size
+    return "; nothing is known of the others" if is_partial else "; lines of them are left out"
 
 
 def _observations(seen: tuple[Observation, ...]) -> None:

@@ -10,12 +10,10 @@ import click
 
 from holdfast._core.base.values import age_text, printable, time_text
 from holdfast._tools.cli import output
-from holdfast._tools.recorded.live import Looker, State
+from holdfast._tools.recorded.live import QUIET, Looker, State
 
 SHOWN = 20
 """Maximum number of table rows."""
-QUIET = 300.0
-"""Seconds without an event after which a run may be over."""
 
 
 @click.command("watch")
@@ -76,7 +74,8 @@ def _lines(run: str, state: State) -> Iterator[str]:
     yield printable(f"{run}: {known}, {time_text(time.time())}{since}")
     if not state.ranks:
         yield "No rank has recorded events here: set HOLDFAST_EVENTS to this folder in the job."
-    facts = {"then" if is_old else "now": state.call, "last save": state.last_save}
+    now = "then" if is_old else "now"
+    facts = {now: state.call, "last save": state.last_save, "not saved": state.failed_save}
     yield from (f"  {name:<10} {printable(fact)}" for name, fact in facts.items() if fact)
     yield from (f"  {'roll call':<10} {printable(called)}" for called in state.roll_calls)
     if state.skipped:

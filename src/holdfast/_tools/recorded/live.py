@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast._core.base.values import age_text, size_text
 from holdfast._tools.recorded.called import Called, read_called, roll_calls
-from holdfast._tools.recorded.calls import JointCall, joined
+from holdfast._tools.recorded.calls import JointCall, joined, waits
 from holdfast._tools.recorded.event_log import read_events
 from holdfast._tools.recorded.timeline import RankTimeline, text, timeline_of
 from holdfast._watch.shared_call import ROLL_CALLS
@@ -21,6 +21,8 @@ READ = 16 << 20
 """Maximum number of bytes of all logs that one refresh reads."""
 NEWEST = 4
 """Only this many newest calls may be running: an older one without an end has lost its last events."""
+QUIET = 300.0
+"""Seconds without an event after which a run may be over."""
 ANSWERING = 30.0
 """Approximate duration of a roll call in seconds; no answers are expected after it."""
 
@@ -48,6 +50,8 @@ class State(msgspec.Struct, frozen=True):
     """The newest running call, and the ranks that are behind in it; "" if none is running."""
     behind: tuple[int, ...]
     last_save: str
+    failed_save: str
+    """The newest save, if it has ended, and was not committed."""
     roll_calls: tuple[str, ...]
     skipped: int
     """Number of invalid log lines."""
@@ -73,17 +77,19 @@ class Looker:
         calls = joined(timelines)
         running = next((call for call in reversed(calls[-NEWEST:]) if not call.outcome), None)
         behind = running.behind(range(world)) if running is not None else {}
-        saves = (call for call in reversed(calls) if call.kind == "save" and call.outcome == "committed")
+        saves = [call for call in calls if call.kind == "save" and call.outcome]
+        good = [call for call in saves if call.outcome == "committed"]
         return State(
             len(timelines),
             world,
             tuple(_doing(timelines, now)),
             "" if running is None else _running(running, behind, now),
             tuple(sorted(behind)),
-            next((_saved(call, now) for call in saves), ""),
+            _saved(good[-1], now) if good else "",
+            _failed(saves[-1], timelines, now) if saves and saves[-1] not in good else "",
             tuple(self._roll_calls(timelines, now)),
             logs.skipped,
-            max(now - max((timeline.last for timeline in timelines), default=now), 0.0),
+            _quiet(timelines, now),
         )
 
     def _roll_calls(self, timelines: list[RankTimeline], now: float) -> Iterable[str]:
@@ -99,6 +105,9 @@ class Looker:
         ended = next((line for line in told if line.name == "roll_call.over"), None)
         answering = not any(line.name == "roll_call.told" for line in told) and now - called.at < ANSWERING
         state = f"{called.answers} have answered" if answering else "not known to be over"
+        have_ended = bool(timelines) and all(timeline.ended is not None for timeline in timelines)
+        if have_ended or _quiet(timelines, now) > QUIET:
+            state = "its end was not recorded"
         if ended is not None:
             state = text(ended.fields.get("how") or "is over")
         yield f"{called.name}, {age_text(called.at, now)} ago, {state}: {called.says}"
@@ -114,8 +123,13 @@ def _doing(timelines: list[RankTimeline], now: float) -> list[Doing]:
         ends = [call.end for call in timeline.calls[-8:] if call.end is not None]
         if call is not None and call.parts:
             does, since = f"{call.kind} {call.parts[-1].name}", call.parts[-1].begin
+        elif timeline.ended is not None:
+            does, since = "recording ended", timeline.ended
         else:
-            does, since = "in no call", phase.begin if phase is not None else max([*ends, timeline.first])
+            does, since = (
+                "in no call of Holdfast",
+                phase.begin if phase is not None else max([*ends, timeline.first]),
+            )
         ranks[does, phase.name if phase is not None else ""][timeline.rank] = now - since
     return [
         Doing(listed(set(seconds)), *key, round(max(seconds.values()), 1))
@@ -140,7 +154,25 @@ def _share(call: JointCall, ranks: list[int]) -> str:
 
 def _saved(call: JointCall, now: float) -> str:
     seconds = call.seconds(now)
-    speed = call.bytes / max(seconds, 1e-6) / 1e9
-    speed_text = f"{speed:,.1f} GB/s" if speed >= 1 else f"{speed * 1000:.0f} MB/s"
+    speed = call.bytes / max(seconds, 1e-6)
+    unit = next((unit for unit in (("GB", 1e9), ("MB", 1e6)) if speed >= unit[1]), ("kB", 1e3))
+    speed_text = f"{speed / unit[1]:,.{1 if unit[0] == 'GB' else 0}f} {unit[0]}/s"
+    return f"{_ended(call, now)}: {seconds:.1f} s, {size_text(call.bytes)}, {speed_text}"
+
+
+def _failed(call: JointCall, timelines: list[RankTimeline], now: float) -> str:
+    """Format how a save ended that was not committed, and which ranks were late in it."""
+    late = [wait for wait in waits(timelines) if wait.title == call.title and not wait.came]
+    whom = f"; late to {late[-1].what}: {late[-1].late}" if late else ""
+    return f"{_ended(call, now)}: {call.outcome} after {call.seconds(now):.1f} s{whom}"
+
+
+def _ended(call: JointCall, now: float) -> str:
     end = max(one.end or one.begin for one in call.ranks.values())
-    return f"{call.title}, {age_text(end, now)} ago: {seconds:.1f} s, {size_text(call.bytes)}, {speed_text}"
+    what = f"step {call.step}" if call.step is not None else call.path
+    return f"{what}, {age_text(end, now)} ago"
+
+
+def _quiet(timelines: list[RankTimeline], now: float) -> float:
+    """Return the seconds since the last event of any rank."""
+    return max(now - max((timeline.last for timeline in timelines), default=now), 0.0)

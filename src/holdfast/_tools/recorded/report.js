@@ -192,7 +192,7 @@ function timeline(found) {
       parts.push((kind === 'phase' ? 'phase ' + text : text + (call >= 0 ? ' (' + data.calls[call].title + ')' : '')) + ', ' + long(lasts / 1000));
     }
     read.textContent = `rank ${member.rank}` + (member.who ? ` (${member.who})` : '') + ` at ${clock(data.begin + t / 1000, .1)}: ` +
-      (parts.slice(0, 6).join('; ') || 'in no call') + (row.note && row.count === 1 ? '. Unlike the others: ' + row.note : '');
+      (parts.slice(0, 6).join('; ') || 'in no call of Holdfast') + (row.note && row.count === 1 ? '. Unlike the others: ' + row.note : '');
   };
   addEventListener('resize', draw);
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast._core.base.values import Json, printable, shortened
-from holdfast._core.process.recording import BEGUN, EventLine
+from holdfast._core.process.recording import BEGUN, ENDED, EventLine
 from holdfast._core.protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TASK_TRANSITIONS, TRANSITIONS
 from holdfast._watch.collector import RANKS
 
@@ -79,6 +79,8 @@ class RankTimeline:
     """The world size recorded by this rank."""
     who: str = ""
     """The host and pid of its process."""
+    ended: float | None = None
+    """When its process ended its recording; None if it has not, or was killed."""
 
 
 def number(value: Json) -> float:
@@ -107,8 +109,11 @@ def timeline_of(rank: int, lines: list[EventLine]) -> RankTimeline:
                 call.advance(CUT, found.last)
             found.phases += [phase._replace(end=found.last) for phase in open_phases]
             open_calls, open_phases = {}, []
+            found.ended = None
             found.world = min(int(number(line.fields.get("world"))), RANKS)
             found.who = f"host {text(line.fields.get('host'))}, pid {text(line.fields.get('pid'))}"
+        elif line.name == ENDED:
+            found.ended = line.at
         elif kind == "phase":
             name, seconds = text(line.fields.get("phase")), number(line.fields.get("seconds"))
             if open_phases and open_phases[-1].name == name and what == "left":
