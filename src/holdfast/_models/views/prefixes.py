@@ -1,0 +1,36 @@
+"""The prefix of a model's names in a state or checkpoint: `model.` if it was saved as `{"model": model, ...}`.
+No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from holdfast.errors import BadInput
+
+
+def prefix_of(names: Collection[str], fits: Callable[[str], bool], where: str, hint: str) -> str:
+    """Return the prefix without which weights have the names of a model, such as `model.`; "" if some have
+    these names as they are, or if none has them without any prefix.
+
+    names: of weights. fits: tells whether the model has a name. where, hint: for errors.
+    Raises BadInput if the weights of several models have its names, each under another prefix.
+    """
+    if any(map(fits, names)):
+        return ""
+    found: list[str] = []
+    for name in names:
+        if not name.startswith(tuple(found)):
+            found += [prefix for prefix in _prefixes(name) if fits(name[len(prefix) :])][:1]
+    # A shorter prefix may have been found after one that it begins.
+    outer = [one for one in found if not any(one != other and one.startswith(other) for other in found)]
+    if len(outer) > 1:
+        keys = ", ".join(repr(prefix.removesuffix(".")) for prefix in sorted(outer))
+        raise BadInput(f"{where} holds several models whose names fit: {keys}.", hint=hint)
+    return outer[0] if outer else ""
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    end = name.find(".")
+    while end >= 0:
+        yield name[: end + 1]
+        end = name.find(".", end + 1)
