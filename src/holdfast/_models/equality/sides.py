@@ -44,7 +44,19 @@ class LiveSide:
 
     def __init__(self, known: Mapping[str, Fingerprint]) -> None:
         self.used: set[str] = set()
+        self.prefix = ""
         self._known = known
+        self._stored_name: dict[str, str] = {}
+
+    def leave_out(self, prefix: str) -> None:
+        """Leave out a prefix of names from now on."""
+        self.prefix = prefix
+        self._stored_name = {name.removeprefix(prefix): name for name in self._known}
+        self._known = {name.removeprefix(prefix): one for name, one in self._known.items()}
+
+    def stored_name(self, name: str) -> str:
+        """Return a name with the prefix that was left out; also of a tensor that is not there."""
+        return self._stored_name.get(name, self.prefix + name)
 
     def weights(self) -> dict[str, TensorSpec]:
         return {name: TensorSpec(name, CODE_OF[one.dtype], one.shape) for name, one in self._known.items()}
@@ -74,6 +86,9 @@ class FolderSide:
     source: Source
     used: set[str] = field(default_factory=set)
     """Names of stored tensors that were read at least partly."""
+    prefix: str = ""
+    """What stored names begin with, and names of this side do not."""
+    _stored_name: dict[str, str] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -91,10 +106,25 @@ class FolderSide:
 
     def weights(self) -> dict[str, TensorSpec]:
         """Return the specs of all weights, by name."""
-        specs = {spec.name: spec for spec in self._columns.specs() if spec.kind == TENSOR}
-        if not specs:
+        if not self._specs:
             raise BadInput(f"{self.store.url} holds no weights.")
-        return specs
+        return self._specs
+
+    @cached_property
+    def _specs(self) -> dict[str, TensorSpec]:
+        return {spec.name: spec for spec in self._columns.specs() if spec.kind == TENSOR}
+
+    def leave_out(self, prefix: str) -> None:
+        """Leave out a prefix of names from now on."""
+        self.prefix = prefix
+        self._stored_name = {name.removeprefix(prefix): name for name in self._specs}
+        self._specs = {
+            name: self._specs[stored]._replace(name=name) for name, stored in self._stored_name.items()
+        }
+
+    def stored_name(self, name: str) -> str:
+        """Return a name with the prefix that was left out; also of a tensor that is not there."""
+        return self._stored_name.get(name, self.prefix + name)
 
     def fingerprints(self) -> dict[str, str]:
         """Return the stored fingerprints by name."""
@@ -105,9 +135,10 @@ class FolderSide:
             used = np.unique(columns.file).tolist()
             files = [(columns.file_names[file], int(columns.file_size[file])) for file in used]
             check_files(self.store, files, embedded=True)
-        return {name: text_of(sums) for name, sums in known.items()}
+        return {name.removeprefix(self.prefix): text_of(sums) for name, sums in known.items()}
 
     def read(self, spec: TensorSpec, box: Box, dtype: int) -> torch.Tensor:
+        spec = spec._replace(name=self.stored_name(spec.name))
         (tensor,), used = read_boxes(self.store, self.source, [Wanted(spec, box, dtype)])
         self.used |= used
         return tensor

@@ -1,5 +1,4 @@
-"""The prefix of a model's names in a state or checkpoint: `model.` if it was saved as `{"model": model, ...}`.
-No torch."""
+"""The prefix of a model's names in a state or checkpoint, as `model.` in `{"model": model}`. No torch."""
 
 from __future__ import annotations
 
@@ -15,18 +14,24 @@ def prefix_of(names: Collection[str], fits: Callable[[str], bool], where: str, h
     names: of weights. fits: tells whether the model has a name. where, hint: for errors.
     Raises BadInput if the weights of several models have its names, each under another prefix.
     """
+    found = prefixes_of(names, fits)
+    if len(found) > 1:
+        keys = ", ".join(repr(prefix.removesuffix(".")) for prefix in sorted(found))
+        raise BadInput(f"{where} holds several models whose names fit: {keys}.", hint=hint)
+    return found[0] if found else ""
+
+
+def prefixes_of(names: Collection[str], fits: Callable[[str], bool]) -> list[str]:
+    """Return all prefixes without which weights have the names of a model; none if some have these names as
+    they are."""
     if any(map(fits, names)):
-        return ""
+        return []
     found: list[str] = []
     for name in names:
         if not name.startswith(tuple(found)):
             found += [prefix for prefix in _prefixes(name) if fits(name[len(prefix) :])][:1]
     # A shorter prefix may have been found after one that it begins.
-    outer = [one for one in found if not any(one != other and one.startswith(other) for other in found)]
-    if len(outer) > 1:
-        keys = ", ".join(repr(prefix.removesuffix(".")) for prefix in sorted(outer))
-        raise BadInput(f"{where} holds several models whose names fit: {keys}.", hint=hint)
-    return outer[0] if outer else ""
+    return [one for one in found if not any(one != other and one.startswith(other) for other in found)]
 
 
 def _prefixes(name: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from holdfast._core.base.values import size_text
+from holdfast._core.layout.tensor import counted
 from holdfast._tools.cli import output
 from holdfast._tools.cli.progress import progress
 
@@ -23,10 +24,21 @@ if TYPE_CHECKING:
     "--dtype",
     help="hf: of floating-point weights; by default as in --like, never wider than they are stored.",
 )
+@click.option(
+    "--prefix",
+    help="hf: of the model's names in SOURCE, such as `model`; needed only if it holds several models.",
+)
 @click.option("--partial", is_flag=True, help="hf: leave out what the checkpoint has nothing for.")
 @output.as_json
 def command(
-    kind: str, source: str, out: str, like: str | None, dtype: str | None, partial: bool, as_json: bool
+    kind: str,
+    source: str,
+    out: str,
+    like: str | None,
+    dtype: str | None,
+    prefix: str | None,
+    partial: bool,
+    as_json: bool,
 ) -> None:
     """Convert a Holdfast checkpoint to torch DCP and megatron-core, or its weights to Hugging Face.
 
@@ -36,8 +48,8 @@ def command(
     hf: its weights to a folder that transformers loads. SOURCE has a model of megatron-core's; --like gives
     configuration and tokenizer. After an interruption the same command goes on. A few hundred MB of memory.
     """
-    if kind == "torch_dist" and (like or dtype or partial):
-        raise click.UsageError("--like, --dtype and --partial are for hf.")
+    if kind == "torch_dist" and (like or dtype or prefix or partial):
+        raise click.UsageError("--like, --dtype, --prefix and --partial are for hf.")
     if kind == "hf" and like is None:
         raise click.UsageError("hf needs --like, the folder of the published model.")
     from holdfast._tools.cli import conversions
@@ -50,6 +62,7 @@ def command(
                 like=like,
                 dtype=dtype,
                 strict=not partial,
+                prefix=prefix,
                 progress=advance,
                 job=conversions.job_alone(),
             )
@@ -68,5 +81,9 @@ def _show(report: ExportReport) -> None:
         f"{report.path}: {output.count(report.tensors, 'tensor')} in {output.count(report.files, 'file')}, "
         f"{size_text(report.bytes_written)} written."
     )
+    if report.prefix:
+        output.say(f"Names in the checkpoint begin with {report.prefix!r}; they are exported without it.")
+    if report.left_out:
+        output.say(f"No part of the model, left out: {counted(report.left_out)}.")
     if report.missing:
         output.say(f"Left out: {output.listed(report.missing, 10)}.")
