@@ -254,7 +254,7 @@ def test_a_model_under_a_prefix_is_exported_and_compared(folder: Path, tmp_path:
     said = CliRunner().invoke(cli, [*arguments, "--prefix", "model"])
     assert said.exit_code == 0
     assert "Names in the checkpoint begin with 'model.'; they are exported without it." in said.output
-    assert "No part of the model, left out: 'average." in said.output
+    assert "No part of the model, left out: average." in said.output
     assert holdfast.same(tmp_path / "out", folder).same
     with pytest.raises(BadInput, match="holds no weight under 'modl'"):
         export(tmp_path / "two", tmp_path / "none", like=folder, prefix="modl")

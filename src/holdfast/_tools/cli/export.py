@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import click
 
 from holdfast._core.base.values import size_text
-from holdfast._core.layout.tensor import counted
 from holdfast._tools.cli import output
 from holdfast._tools.cli.progress import progress
 
@@ -84,6 +83,6 @@ def _show(report: ExportReport) -> None:
     if report.prefix:
         output.say(f"Names in the checkpoint begin with {report.prefix!r}; they are exported without it.")
     if report.left_out:
-        output.say(f"No part of the model, left out: {counted(report.left_out)}.")
+        output.say(f"No part of the model, left out: {output.listed(report.left_out, 10)}.")
     if report.missing:
         output.say(f"Left out: {output.listed(report.missing, 10)}.")
