@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := tools/again $(BIN)/pip install -q --disable-pip-version-check
 QUICK := tests/layout tests/format tests/plan tests/store tests/state tests/saving tests/views tests/equality tests/testing \
 	tests/protocol/test_protocol.py tests/protocol/test_liveness.py tests/test_public.py
-BENCHES := planning growth per_tensor small_save save_load megatron async_save unchanged defaults groups fsdp huggingface standing watch objects local_tier
+BENCHES := planning growth per_tensor small_save save_load megatron async_save unchanged defaults groups fsdp huggingface fingerprint standing watch objects local_tier
 
 # What `make coverage` measures; `make coverage COVERED=tests` measures the suite, with all ranks that end by themselves.
 COVERED ?= $(QUICK)
@@ -66,8 +66,8 @@ check: lint  ## for the one who edits: lint, and the tests of the packages that 
 
 test: $(VENV)/.ready  ## the suite
 	$(BIN)/python -m compileall -q src tests drill  # or hundreds of processes compile what they import, where no .pyc are written
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not gpu" \
-		--durations 30 --durations-min 1
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+		-m "not soak and not gpu" --durations 30 --durations-min 1
 
 coverage: $(VENV)/.ready  ## the share of the source's lines that the tests of `make check` run
 	$(BIN)/python -m coverage erase
@@ -101,8 +101,9 @@ bench: $(VENV)/.bench  ## the figures in docs/benchmarks.md, peers measured in t
 soak: $(VENV)/.ready  ## long runs: more simulated schedules, more faults
 	$(BIN)/python -m pytest -m soak
 
-matrix:  ## every supported Python, the oldest and the newest torch and megatron-core: docs/tested.md; ONLY="newest torch"
+matrix:  ## every supported Python, the oldest and the newest torch and megatron-core: docs/tested.md; model types without a table; ONLY="newest torch"
 	$(PYTHON) tools/matrix.py $(if $(ONLY),--only "$(ONLY)")
+	$(PYTHON) tools/types.py
 
 clean:
 	rm -rf .venv .venv-* .coverage* demo-out site dist

@@ -26,6 +26,20 @@ class Claim:
 
 CLAIMS = (
     Claim(
+        "docs/engine.md",
+        "at most 0.2 s a GB and core in bfloat16",
+        "fingerprint",
+        "fingerprint 0.19 GB: experts in bf16 / target",
+        1.0,
+    ),
+    Claim(
+        "docs/engine.md",
+        "transposed ones at more than 1 GB/s",
+        "fingerprint",
+        "fingerprint 0.19 GB: transposed experts in bf16 / target",
+        1.0,
+    ),
+    Claim(
         "docs/questions.md",
         "about 0.1 s a GB and core",
         "defaults",

@@ -54,8 +54,8 @@ def job(rank: Rank, plan: Plan) -> Outcome:
                     rank,
                     out,
                     ("save", side),
-                    lambda: pending.append(run.save(rep, state)),
-                    keep=rep > 0,  # noqa: B023
+                    lambda: pending.append(run.save(rep, state)),  # noqa: B023
+                    keep=rep > 0,
                 )
                 if good:
                     turn(rank, out, ("commit", side), lambda: pending[0].committed(), keep=rep > 0)  # noqa: B023

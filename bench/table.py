@@ -27,6 +27,7 @@ ORDER = (
     "planning",
     "growth",
     "huggingface",
+    "fingerprint",
     "groups",
     "standing",
     "watch",

@@ -4,7 +4,7 @@ import gc
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,38 +30,62 @@ settings.load_profile("holdfast")
 LONG = """
 frameworks/ray/test_ray.py
 roster/test_hosts.py
-promises/test_keys.py
-groups/session/test_session.py
-docs/test_programs.py
-protocol/test_liveness.py
-system/test_conversions.py
+test_torch_private.py
 docs/test_recipes.py
-frameworks/megatron_bridge/test_bridge.py
-promises/test_strangers.py
-test_late.py
-promises/test_run_owner.py
+groups/session/test_session.py
 frameworks/huggingface/test_in_frameworks.py
+protocol/test_liveness.py
+frameworks/megatron_bridge/test_bridge.py
 groups/session/test_after_end.py
-test_drill.py
-system/test_async.py
-watch/test_faults.py
-frameworks/huggingface/test_views.py
-protocol/test_simulation.py
-frameworks/megatron_fsdp/test_megatron_fsdp.py
-system/test_ranks.py
 frameworks/megatron/test_checkpointing.py
+promises/test_keys.py
+frameworks/fsdp/test_fsdp2.py
+system/test_async.py
+system/test_conversions.py
+watch/test_faults.py
+test_drill.py
+promises/test_strangers.py
+frameworks/megatron_fsdp/test_megatron_fsdp.py
+promises/test_run_owner.py
+frameworks/deepspeed/test_deepspeed.py
+test_late.py
+frameworks/megatron/test_reshard.py
+docs/test_programs.py
+frameworks/huggingface/test_views.py
+run/test_interrupts.py
+equality/test_engine.py
+system/test_ranks.py
+frameworks/verl/test_verl.py
+frameworks/huggingface/test_fetch.py
+protocol/test_simulation.py
+frameworks/test_guard_healthy.py
+frameworks/megatron/test_writers.py
+frameworks/test_guard.py
+docs/test_start.py
 frameworks/megatron/test_fused.py
 test_strangers.py
 groups/lifecycle/test_warm_up.py
-run/test_interrupts.py
-frameworks/deepspeed/test_deepspeed.py
+cli/test_odd_places.py
+frameworks/torchtune/test_torchtune.py
 saving/test_unchanged.py
 system/test_crash.py
+docs/test_model.py
 cli/test_run.py
 loading/test_readers.py
 """
 """Files that take longest begin first, or one of them would be what a worker has left to do while the others are done.
 Those that compute stand between those that wait, or all workers would import frameworks at once."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported for all tests stays: no garbage collection goes through it, now or in a test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ from holdfast.huggingface import families
 from tests.docs.pages import table, text
 from tests.frameworks.huggingface.models import TINY, Tiny
 from tests.frameworks.huggingface.test_converters import CONVERTED
+from tests.frameworks.huggingface.test_modules import FILLED
 
 PAGE, HOW = "docs/huggingface.md", "docs/model.md"
 
@@ -21,13 +22,17 @@ def verified() -> dict[str, str]:
     transformers = pytest.importorskip("transformers")
 
     def types(tiny: Tiny) -> set[str]:
+        if tiny.kind:
+            return {tiny.kind}
         return {getattr(transformers, tiny.config).model_type} | ({tiny.text} if tiny.text else set())
 
     how = dict.fromkeys(
         sorted({kind for tiny in CONVERTED.values() for kind in types(tiny)}), "converter, module"
     )
+    how |= dict.fromkeys({tiny.kind for tiny in CONVERTED.values() if tiny.kind}, "converter")
+    how |= dict.fromkeys({kind for tiny in FILLED.values() for kind in types(tiny)}, "module")
     how |= dict.fromkeys({kind for tiny in TINY.values() for kind in types(tiny)}, "logits, back, module")
-    return {**how, "gpt_oss": "experts", "kimi_k2": "as deepseek_v3"}
+    return {**how, "gpt_oss": "experts", "kimi_k2": "as deepseek_v3", "qwen3_omni_moe": "thinker"}
 
 
 def test_the_table_of_families() -> None:

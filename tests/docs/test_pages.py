@@ -224,3 +224,11 @@ def test_the_version_stands_in_one_place() -> None:
     assert metadata.version("torch-holdfast") == holdfast.__version__
     assert f"## {holdfast.__version__}" in text("CHANGELOG.md")
     assert "Apache License" in text("LICENSE")
+
+
+def test_each_decision_is_listed_and_each_number_that_is_missing_is_explained() -> None:
+    files = {path.name[:4]: path.name for path in (ROOT / "docs/decisions").glob("[0-9]*.md")}
+    listed, missing = text("docs/decisions/README.md").split("## Missing numbers")
+    assert re.findall(r"^\| \d{4} \| \[[^]]+\]\(([^)]+)\)", listed, re.MULTILINE) == sorted(files.values())
+    explained = re.findall(r"^\| (\d{4}) \|", missing, re.MULTILINE)
+    assert sorted([*files, *explained]) == [f"{number:04}" for number in range(1, int(max(files)) + 1)]

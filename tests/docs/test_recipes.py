@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
 from holdfast._frameworks.frameworks import FRAMEWORKS
@@ -58,15 +59,6 @@ for runtime_env in json.loads(sys.argv[1]):
     worker = Worker.options(runtime_env={"env_vars": {"WORLD_SIZE": "1"}}).remote()  # as verl makes its workers
     print(json.dumps(ray.get(worker.installed.remote(), timeout=200)))
     ray.shutdown()
-"""
-SAVE = """
-import holdfast, torch
-from tests.frameworks.megatron.cpu import use_cpu
-use_cpu()
-from megatron.core.dist_checkpointing import ShardedTensor
-from holdfast import megatron
-import sys
-megatron.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0)), "kind": "actor"}, sys.argv[1])
 """
 
 
@@ -146,24 +138,41 @@ def test_python_on_a_recipe_installs(block: str) -> None:
         assert world.run(installed_by, block) == [True]
 
 
+def save(rank: int, folder: str) -> None:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from holdfast import megatron
+
+    megatron.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0)), "kind": "actor"}, folder)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of megatron-core's tensors, to be copied."""
-    folder = tmp_path_factory.mktemp("saved")
-    python(SAVE, "checkpoint", cwd=folder)
-    return folder / "checkpoint"
+    folder = tmp_path_factory.mktemp("saved") / "checkpoint"
+    with ProcessWorld(1) as world:
+        world.run(save, str(folder))
+    return folder
 
 
 def different_commands() -> list[tuple[str, str]]:
-    """Blocks of commands that have all commands there are; those that differ in names of folders only are one."""
+    """Blocks of commands that have all commands there are; those that differ in names of folders, or in the framework,
+    are one."""
     seen: set[str] = set()
     found = []
     for page, block in sorted(blocks("sh"), key=lambda one: -one[1].count("\n")):
-        commands = set(re.sub(r"\S*/\S*", "FOLDER", block).splitlines())
+        named = re.sub(r"--framework \S+", "--framework NAME", block)
+        commands = set(re.sub(r"\S*/\S*", "FOLDER", named).splitlines())
         if commands - seen:
             found.append((page, block))
         seen |= commands
     return found
+
+
+@pytest.mark.parametrize("page", FRAMEWORK_PAGES, ids=lambda page: page.stem)
+def test_commands_on_a_recipe_name_its_framework(page: Path) -> None:
+    named = re.findall(r"--framework (\S+)", page.read_text(encoding="utf-8"))
+    assert set(named) <= {page.stem}
 
 
 @pytest.mark.parametrize(("page", "block"), different_commands())

@@ -59,3 +59,26 @@ def test_a_state_has_the_same_fingerprints_in_any_memory(dtype: torch.dtype) -> 
     rest["w"] += [holdfast.Shard(torch.zeros(2, 67, dtype=dtype), (40, 73), (38, 6))]
     found = [holdfast.fingerprint({"w": [*rest["w"], one]}) for one in (shard, plain)]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_small_tensors_are_rounded_together_as_one_by_one(dtype: torch.dtype) -> None:
+    """Each has a fate of its own in a less exact dtype, and none is told of its neighbours."""
+    usual = torch.linspace(0.1, 2, 200, dtype=dtype)
+    halves = torch.arange(200, dtype=dtype) / 2
+    odd = torch.tensor([3.0, float("nan"), 1e20, 1e-20], dtype=dtype)
+    state = {
+        "usual": usual,
+        "exact": halves,
+        "exact but for the last": torch.cat([halves[1:], usual[1:2]]),
+        **{f"with {value}": torch.cat([usual[1:], value[None]]) for value in odd},
+    }
+    found = holdfast.fingerprint(state)
+    assert found == {name: holdfast.fingerprint({name: one})[name] for name, one in state.items()}
+    told = {name: one.rounded["float16"] for name, one in found.items()}
+    assert [name for name, one in told.items() if not one.inexact] == ["exact"]
+    assert [name for name, one in told.items() if one.has_nan] == ["with nan"]
+    assert {name: one.lost for name, one in told.items() if one.lost} == {
+        f"with {odd[2]}": ("become infinite",),
+        f"with {odd[3]}": ("become zero",),
+    }

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from holdfast._core.protocol.job import Job
+from holdfast._frameworks.deepspeed.engine import replacements as deepspeed_replacements
+from holdfast._frameworks.folders import _SHARDED
 from holdfast._frameworks.megatron.patches import replacements
 from holdfast._frameworks.replacing import guard_of
 from holdfast._frameworks.settings import Settings
@@ -123,6 +125,33 @@ TRAINERS = [
 ]
 
 
+class FSDPStrategy:
+    """As Lightning names one that writes to paths."""
+
+
+class MyStrategy(FSDPStrategy):
+    pass
+
+
+SHARDED = SimpleNamespace(strategy=MyStrategy(), _strategy=MyStrategy())
+WHOLE = SimpleNamespace(strategy=SimpleNamespace(), _strategy=SimpleNamespace())
+TRAINERS += [
+    ("lightning.fabric.fabric:Fabric.save", (SHARDED, "s3://b/x", {}), (SHARDED, "x", {})),
+    ("lightning.fabric.fabric:Fabric.load", (SHARDED, Path("s3://b/x")), (WHOLE, "s3://b/x")),
+    (
+        "lightning.pytorch.trainer.trainer:Trainer.save_checkpoint",
+        (SHARDED, "s3://b/x"),
+        (WHOLE, "s3://b/x"),  # by fsspec, whole
+    ),
+    (
+        "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start",
+        (SimpleNamespace(trainer=SHARDED), "s3://b/x"),
+        (SimpleNamespace(trainer=SHARDED), "x"),
+    ),
+    ("nemo_rl.utils.native_checkpoint:save_checkpoint", (None, "s3://b/x"), (None, "x")),
+]
+
+
 @pytest.mark.parametrize(("place", "url", "path"), TRAINERS)
 def test_trainers(
     settings: Settings, tmp_path: Path, place: str, url: tuple[object, ...], path: tuple[object, ...]
@@ -161,3 +190,31 @@ def with_arguments_of(place: str, called: list[tuple[object, ...]]) -> Any:
 
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return function
+
+
+def test_torchtunes_own_checkpointer_writes_nothing(settings: Settings, tmp_path: Path) -> None:
+    checkpointing = pytest.importorskip("torchtune.training.checkpointing")
+    kind = checkpointing.DistributedCheckpointer
+    place = "torchtune.training.checkpointing._checkpointer:DistributedCheckpointer.save_checkpoint"
+    save = guard_of(place, settings).make(kind.save_checkpoint)
+    with pytest.raises(BadInput, match="a local folder named 's3:'"):
+        save(kind("base", "s3://bucket/run"), {"w": torch.zeros(2)}, 0, save_async=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_deepspeeds_engine_is_given_no_url(settings: Settings, tmp_path: Path) -> None:
+    engine = pytest.importorskip("deepspeed.runtime.engine").DeepSpeedEngine
+    made = {item.name: item for item in deepspeed_replacements(settings)}
+    assert len(made) == 3
+    for name, replacement in made.items():
+        original = getattr(engine, name.partition(".")[2])
+        with pytest.raises(BadInput, match=rf"{name} got a gs:// place.*Nothing was written"):
+            replacement.make(original)(engine.__new__(engine), "gs://bucket/run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lightnings_strategies_have_the_names_that_are_looked_for() -> None:
+    fabric = pytest.importorskip("lightning.fabric.strategies")
+    trainer = pytest.importorskip("lightning.pytorch.strategies")
+    for strategies in (fabric, trainer):
+        assert all(hasattr(strategies, name) for name in _SHARDED)

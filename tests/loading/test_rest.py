@@ -99,6 +99,26 @@ def test_what_is_left_on_both_sides_is_one_line(tmp_path: Path, told: Any) -> No
     assert line.endswith("kept its value: 'more'; 'b'.")
 
 
+def test_long_names_are_shortened_in_that_line(tmp_path: Path, told: Any) -> None:
+    long = "x" * 900
+    state = {
+        "a": torch.ones(2),
+        **{f"{long}.{number}.w": torch.ones(3) for number in range(2)},
+        long: torch.ones(1),
+    }
+    holdfast.save(state, tmp_path / "it", job=ALONE)
+    mine = {"a": torch.zeros(2), f"{long}.0.w": torch.zeros(4), "y" * 900: torch.zeros(1)}
+    report = holdfast.load(mine, tmp_path / "it", strict=False, on_shape="skip", job=ALONE)
+    assert (report.missing, report.skipped) == (("y" * 900,), (f"{long}.0.w",))
+    assert set(report.unasked) == {f"{long}.1.w", long}
+    (line,) = told()
+    assert "y" * 100 in line
+    assert f"…{'x' * 50}" in line
+    assert len(line) < 2500
+    with pytest.raises(MissingTensors, match="does not hold 1 of the names in the state: 'yyy"):
+        holdfast.load(mine, tmp_path / "it", on_shape="skip", job=ALONE)
+
+
 def test_shapes_that_may_all_differ_are_no_other_names(tmp_path: Path, told: Any) -> None:
     holdfast.save({"head": torch.ones(3)}, tmp_path / "it", job=ALONE)
     report = holdfast.load({"head": torch.zeros(5)}, tmp_path / "it", on_shape="skip", job=ALONE)

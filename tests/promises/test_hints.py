@@ -38,6 +38,7 @@ RAISED_BY: dict[str, list[Callable[..., Any]]] = {
     "_models/huggingface/export.py": [huggingface.export],
     "_models/huggingface/importing.py": [huggingface.import_],
     "_models/huggingface/published_tensors.py": [huggingface.export],
+    "_models/huggingface/quantizing.py": [huggingface.export],
     "_frameworks/megatron/checkpointing.py": [megatron.load] if megatron else [],
     "_core/io/renamed.py": [holdfast.load],
     "_core/layout/grid.py": [holdfast.Grid],

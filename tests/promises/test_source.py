@@ -6,15 +6,12 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tests.docs.pages import text
 
 SOURCE = Path(__file__).parents[2] / "src" / "holdfast"
-TREES = {
-    path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted(SOURCE.rglob("*.py"))
-}
 PUBLIC_TWICE = {"Checkpoints", "CheckpointManager"}
 """Public in two modules each: Holdfast's and megatron-core's, Megatron-Bridge's and torchtitan's."""
 LATE = {
@@ -37,6 +34,15 @@ LATE = {
 """The modules that import modules of Holdfast in functions."""
 
 
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Return the source, by file; not at import, which each worker of the suite does."""
+    return {
+        path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(SOURCE.rglob("*.py"))
+    }
+
+
 def late_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
     """Yield the imports of Holdfast's modules in functions, each once."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -50,19 +56,19 @@ def late_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
 
 def test_two_classes_have_two_names() -> None:
     names = Counter(
-        node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+        node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
     )
     assert {name for name, count in names.items() if count > 1} == PUBLIC_TWICE
 
 
 def test_imports_stand_at_the_top() -> None:
-    late = {place: [*late_imports(tree)] for place, tree in TREES.items()}
+    late = {place: [*late_imports(tree)] for place, tree in trees().items()}
     assert {place for place, imports in late.items() if imports} == LATE
     assert sum(map(len, late.values())) < 15
 
 
 def test_few_values_have_no_type() -> None:
-    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
     assert sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes) <= 70
 
 
@@ -70,7 +76,7 @@ def used_of_core(wing: str) -> set[tuple[str, str]]:
     """Return the modules of the core that a wing imports, and the names of each that it imports."""
     return {
         (node.module, alias.name)
-        for place, tree in TREES.items()
+        for place, tree in trees().items()
         if place.startswith(f"{wing}/")
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("holdfast._core")

@@ -3,12 +3,8 @@ repeated, ranks that give up or are killed, and two jobs in one folder. The code
 (`tests.support.explore`). And proof that the search finds what is wrong."""
 
 from __future__ import annotations
-import __future__
 
-import inspect
-import textwrap
 from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -18,7 +14,7 @@ from holdfast._core.protocol import rounds
 from holdfast._core.saving.commit import Commit
 from holdfast._core.saving.job import SaveJob
 from holdfast._core.store import object_publish
-from tests.support.explore import Explored, Explorer, World
+from tests.support.explore import Explored, Explorer, World, mutate
 from tests.support.explored_bucket import Bucket, in_place_of_obstore
 from tests.support.explored_saves import Saves, in_place_of_threads
 from tests.support.explored_writers import Writers
@@ -138,18 +134,6 @@ def test_the_reduction_leaves_out_no_end() -> None:
 
 
 # -- mutants: what is wrong is found --------------------------------------------------------------------------
-
-
-def mutate(patch: pytest.MonkeyPatch, owner: Any, name: str, before: str, after: str) -> None:
-    """Replace a piece of the source of a function."""
-    function = getattr(owner, name)
-    assert isinstance(function, FunctionType)
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(before) == 1, f"the source of {name} has changed"
-    made: dict[str, Any] = {}
-    flags = __future__.annotations.compiler_flag
-    exec(compile(source.replace(before, after), "mutant", "exec", flags), function.__globals__, made)
-    patch.setattr(owner, name, made[name])
 
 
 _ATTEMPT = object_publish._Attempt

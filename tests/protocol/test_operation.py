@@ -53,11 +53,12 @@ def test_no_more_is_moved_than_there_is(tmp_path: Path, caplog: pytest.LogCaptur
     state: dict[str, object] = {f"w{number}": torch.ones(number) for number in range(5)} | {"step": 3}
     holdfast.save(state, tmp_path / "it", job=ALONE)
     holdfast.load(state, tmp_path / "it", job=ALONE)
+    holdfast.async_save(state, tmp_path / "it", job=ALONE).committed(60)
     lines = [record.getMessage() for record in caplog.records if "has moved" in record.getMessage()]
     for line in lines:
         done, total = line.partition("has moved ")[2].partition(" in ")[0].split(" of ")
         assert done == total
-    assert len(lines) == 2
+    assert len(lines) == 3
 
 
 def test_the_event_of_the_commit_has_seconds_and_bytes(tmp_path: Path) -> None:

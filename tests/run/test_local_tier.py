@@ -4,6 +4,7 @@ of its own for some ranks."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -433,6 +434,33 @@ def test_a_folder_that_can_not_be_used_is_done_without(cluster: Cluster) -> None
     assert cluster.restore()[:2] == (1, RUN)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+@pytest.mark.parametrize("how", ["read-only", "full"])
+def test_a_folder_that_can_only_be_read_is_restored_from(cluster: Cluster, how: str) -> None:
+    """One that is mounted read-only, or has no byte left."""
+    cluster.save(1)
+    cluster.save_locally(2)
+    folder = cluster.folder / "host-1"
+    away = folder.rename(cluster.folder / "away")
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True, timeout=30)
+    try:
+        shutil.copytree(away, folder, dirs_exist_ok=True)
+        if how == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", folder], check=True, timeout=30)
+        else:
+            used = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+            subprocess.run(["mount", "-o", f"remount,size={used}", folder], check=True, timeout=30)
+        step, where, said = cluster.restore()
+        assert (step, where) == (2, LOCAL)
+        assert sum("local= is used to restore only, so saves go to" in line for line in said) == 1
+        found = cluster.save(3)
+        assert [[cluster.short(path) for path in paths] for (paths,), _ in found] == [["run", "run"]] * 4
+        assert cluster.restore()[:2] == (3, RUN)
+    finally:
+        subprocess.run(["umount", folder], check=True, timeout=30)
+
+
 def test_on_busy_counts_the_saves_that_are_not_durable(cluster: Cluster) -> None:
     for skipped, committed, said in [result.get() for result in cluster.start(lag)]:
         assert skipped == [False, False, True]
@@ -495,6 +523,24 @@ def test_two_runs_share_a_local_folder(tmp_path: Path) -> None:
             assert report is not None
             assert report.path.startswith(str(tmp_path / "nvme"))
             assert state["w"].tolist() == [float(ord(name))] * 3
+
+
+def test_a_second_checkpoints_of_a_run_hides_no_step_of_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made() -> holdfast.Checkpoints:
+        return holdfast.Checkpoints(tmp_path / "run", local=tmp_path / "local", job=ALONE)
+
+    state = {"w": torch.ones(3)}
+    with made() as first:
+        with made() as second:
+            assert first.restore(state) is second.restore(state) is None
+            paths = [one.save(step, state).committed(20).path for step, one in ((1, first), (2, second))]
+            assert [str(tmp_path / "local") in path for path in paths] == [True, False]
+            assert "Another Checkpoints of this process saves into" in caplog.text
+        assert str(tmp_path / "local") in first.save(3, state).committed(20).path
+    with made() as third:
+        assert str(tmp_path / "local") in third.save(4, state).committed(20).path
 
 
 def test_a_folder_of_another_run_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -180,10 +180,19 @@ def test_what_can_not_be_a_path_is_one_sentence(
         ("a\0b", r"'a\\x00b' is not a path: it has a null character"),
         (os.fsdecode(b"caf\xe9"), r"caf\\udce9' is not valid UTF-8"),
         ("~nobody-of-that-name/x", "~nobody-of-that-name is no user's home folder"),
+        (Path("s3://bucket/run"), "'s3:/bucket/run' would be a local folder named 's3:'"),
+        (" gs://bucket/run", "would be a local folder named 'gs:'"),
     ):
         with pytest.raises(BadInput, match=words):
             ask(path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_may_have_a_colon_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "s3:" / "run", "x:y/run", "a/s3:/run"):
+        holdfast.save(STATE, path, job=holdfast.Job(no_dist=True))
+        assert (tmp_path / path / "index.safetensors").exists()
 
 
 def test_bytes_and_what_is_no_path_at_all_are_refused(tmp_path: Path) -> None:

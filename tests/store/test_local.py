@@ -18,7 +18,7 @@ from holdfast._core.store.base import VERSION_BYTES, NotFound, Store, storage_er
 from holdfast._core.store.filesystem import lock
 from holdfast._core.store.local import WRITEBACK, LocalStore, open_store
 from holdfast.errors import Conflict, StorageError
-from holdfast.testing.store_contract import content, put
+from holdfast.testing.store_actions import content, put
 
 Call = tuple[str, str]
 

@@ -19,6 +19,12 @@ from tests.support.object_servers import BUCKET, Proxy, uploads
 pytest.importorskip("obstore")
 ALONE = holdfast.Job(no_dist=True)
 SLOW = [pytest.param(fault, marks=pytest.mark.soak) for fault in ("500", "429", "cut", "late:0.2")]
+LIMITS = {
+    (module, name): getattr(module, name)
+    for name in ("READ", "REQUEST", "PATIENCE")
+    for module in (object_client, object_publish)
+    if hasattr(module, name)
+}
 FAULTS = ["503", "409", "expired", "200err", "hang", "drop", "lost", "short", *SLOW]
 
 
@@ -29,6 +35,15 @@ def proxy(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
         for module in (object_client, object_publish):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, seconds)
+    return proxy
+
+
+@pytest.fixture
+def patient(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
+    """With requests that have as long as a user's. On a busy machine a reply takes longer than `proxy` gives it,
+    and then nobody tells the loser of a race that it has lost: `Unsettled` is right."""
+    for (module, name), seconds in LIMITS.items():
+        monkeypatch.setattr(module, name, seconds)
     return proxy
 
 
@@ -132,7 +147,7 @@ def race(proxy: Proxy, place: str, seed: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     proxy.rule = lambda *_: "pass"
     won = [one for one in range(2) if outcomes[one] is None]
     assert len(won) == 1, outcomes
@@ -141,16 +156,16 @@ def race(proxy: Proxy, place: str, seed: int) -> None:
     assert reader.read(0, 64) == versions[won[0]]
 
 
-def test_of_two_jobs_one_wins_though_replies_are_lost(proxy: Proxy) -> None:
+def test_of_two_jobs_one_wins_though_replies_are_lost(patient: Proxy) -> None:
     open_store(f"s3://{BUCKET}/race").publish("first", b"1" * 64, None)
     for seed in range(100):
-        race(proxy, f"s3://{BUCKET}/race/{seed}", seed)
+        race(patient, f"s3://{BUCKET}/race/{seed}", seed)
 
 
 @pytest.mark.soak
-def test_of_two_jobs_one_wins_a_thousand_times(proxy: Proxy) -> None:
+def test_of_two_jobs_one_wins_a_thousand_times(patient: Proxy) -> None:
     for seed in range(1000):
-        race(proxy, f"s3://{BUCKET}/long-race/{seed}", seed)
+        race(patient, f"s3://{BUCKET}/long-race/{seed}", seed)
 
 
 def test_a_reader_of_a_large_object_never_sees_two_versions(proxy: Proxy) -> None:

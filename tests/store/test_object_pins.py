@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,6 +173,7 @@ def interleaved(
     removal.finish_removals(store)
     if folder(1) + "/" in store.list():
         assert remove_step(store, folder(1)), (order, objects(store))
+        removal.finish_removals(store)
     assert {path.split("/")[0] for path in objects(store)} == {folder(2)}, order
     return ended, turns.made
 
@@ -235,7 +237,7 @@ def removed_while_it_is_opened(run: str, steps: dict[str, bytes], patch: pytest.
     plant(open_store(run), steps)
     store, real, pins = open_store(run), removal.has_live_pin, list[Pin]()
 
-    def looks(step: Store) -> bool:
+    def looks(step: Store, names: list[str]) -> bool:
         pins.append(Pin(step))
         return real(step)
 
@@ -314,6 +316,24 @@ def test_a_long_read_renews_its_pin(run: str, monkeypatch: pytest.MonkeyPatch) -
         time.sleep(4.5)
         assert store.list(f"{folder(1)}/.holdfast-pins") != first
         assert len(store.list(f"{folder(1)}/.holdfast-pins")) in (1, 2)  # while it is being renewed
+        assert not remove_step(store, folder(1))
+    assert remove_step(store, folder(1))
+
+
+def test_a_pin_that_is_renewed_while_a_remover_looks_counts(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run, 1)
+    store = open_store(run)
+    real = pins.look_at_files
+
+    def look(*args: Any) -> Any:
+        for held in list(pins._live):
+            held._renew()
+        return real(*args)
+
+    monkeypatch.setattr(pins, "look_at_files", look)
+    with closing(Pin(store.child(folder(1)))):
         assert not remove_step(store, folder(1))
     assert remove_step(store, folder(1))
 
@@ -422,6 +442,7 @@ def test_a_fault_in_each_request_of_a_removal(
         removal.finish_removals(store)
         if store.child(folder(1)).list():
             remove_step(store, folder(1))
+            removal.finish_removals(store)
         assert {path.split("/")[0] for path in objects(store)} == {folder(2)}, (number, fault)
     assert count >= 7
 
@@ -468,4 +489,5 @@ def test_a_remover_that_is_killed_at_each_request_leaves_nothing_for_good(
             assert isinstance(found, Verified)
             assert found.whole
             assert remove_step(store, folder(1))
+        removal.finish_removals(store)
         assert {path.split("/")[0] for path in objects(store)} == {folder(2)}, number

@@ -18,7 +18,7 @@ from holdfast._core.store.base import VERSION_BYTES, Unsettled
 from holdfast._core.store.local import LocalStore
 from holdfast._core.store.publishing import publish
 from holdfast.errors import Conflict, StorageError, from_message
-from holdfast.testing.store_contract import content, put
+from holdfast.testing.store_actions import content, put
 
 OLD, NEW, OTHER = b"1" * 50, b"2" * 60, b"3" * 70
 Call = Callable[..., Any]

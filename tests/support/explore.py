@@ -18,11 +18,18 @@ same faults.
 """
 
 from __future__ import annotations
+import __future__
 
+import inspect
+import textwrap
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from types import FunctionType
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import pytest
+
+_ANNOTATIONS = __future__.annotations.compiler_flag
 Shared = TypeVar("Shared", bound=Hashable)
 
 
@@ -278,3 +285,16 @@ class Explorer(Generic[Shared]):
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) < 160 else f"{text[:120]}...{text[-30:]}"
+
+
+def mutate(patch: pytest.MonkeyPatch, owner: Any, name: str, *changes: str) -> None:
+    """Replace pieces of the source of a function. changes: each piece, and what comes in its place."""
+    function = getattr(owner, name)
+    assert isinstance(function, FunctionType)
+    source = textwrap.dedent(inspect.getsource(function))
+    for before, after in zip(changes[::2], changes[1::2], strict=True):
+        assert source.count(before) == 1, f"the source of {name} has changed"
+        source = source.replace(before, after)
+    made: dict[str, Any] = {}
+    exec(compile(source, "mutant", "exec", _ANNOTATIONS), function.__globals__, made)
+    patch.setattr(owner, name, made[name])

@@ -11,6 +11,7 @@ what was raised.
 from __future__ import annotations
 
 import builtins
+import gc
 import importlib.util
 import io
 import json
@@ -273,6 +274,7 @@ def answer(name: str, way: str) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # or the garbage collection of each fork goes through torch, and so copies it
     asked: dict[str, list[str]] = json.load(sys.stdin)
     left = [(name, way) for name, ways in asked.items() for way in ways]
     answers: dict[str, dict[str, str]] = {name: {} for name in asked}

@@ -21,7 +21,7 @@ from holdfast._models.views.needs import (
 )
 from holdfast._models.views.rank_share import how_cut, share_of, stages_of
 
-FAMILIES = sorted(families())
+FAMILIES = sorted(kind for kind, family in families().items() if "output_layer.weight" in family.entries)
 CONFIG = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -39,7 +39,16 @@ CONFIG = {
     "n_groups": 2,
     "ssm_state_size": 4,
 }
-ROWS = {"gated": 32, "stacked": 32, "delta": 48, "mamba": 52, "conv": 32}
+ROWS = {
+    "gated": 32,
+    "stacked": 32,
+    "delta": 48,
+    "mamba": 52,
+    "conv": 32,
+    "first": 48,
+    "second": 48,
+    "third": 48,
+}
 """Of published tensors that have more than 16, by the first word of the way."""
 GRIDS = [Grid(8, tp=2, pp=2, ep=2, etp=1), Grid(8, tp=2, pp=2, ep=2), Grid(8, pp=2, vpp=2, ep=4), Grid(1)]
 

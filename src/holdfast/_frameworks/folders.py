@@ -1,8 +1,9 @@
 """Refuses URLs as the folders of frameworks that write a part of a checkpoint by themselves, with `open`.
 
 Megatron-LM's tracker, Megatron-Bridge's train state, and what the Trainer of transformers, Accelerate,
-ms-swift and verl write beside the model would go into a local folder named `s3:`, and the model into the
-bucket: half of a checkpoint in each place.
+ms-swift, verl and NeMo RL write beside the model would go into a local folder named `s3:`, and the model into
+the bucket: half of a checkpoint in each place. torchtune, DeepSpeed and the sharded strategies of Lightning
+would write all of it into such a folder of each host.
 """
 
 from __future__ import annotations
@@ -31,9 +32,19 @@ _ARGUMENTS = {
     "swift.megatron.trainers.": ("self.args.output_dir",),
     "swift.megatron.utils.megatron_lm_utils:save": ("output_dir or args.output_dir",),
     "verl.": ("local_path",),
+    "nemo_rl.utils.native_checkpoint:": ("weights_path", "optimizer_path", "tokenizer_path"),
+    "torchtune.": (
+        "self._output_dir",
+        "self._checkpoint_dir",
+        "checkpoint_path",
+        "self._cfg.checkpointer.output_dir",
+    ),
 }
 """Where guarded functions, by the beginning of their place, find their folders: arguments, and attributes of
 them; after `or`, if the first is None."""
+_LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
+_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+"""The strategies of Lightning that write to paths. It writes what others save by fsspec, to URLs, too."""
 _URL = re.compile(rf"({'|'.join(OURS)}):/")
 """Also as pathlib leaves it, with one slash."""
 
@@ -62,6 +73,11 @@ def _folders(place: str, given: Mapping[str, object]) -> Iterator[object]:
     if place.startswith("megatron.training."):
         arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
         yield getattr(arguments, "save" if "save" in place else "load", None)
+    if place.startswith(_LIGHTNING):
+        strategies = (_at(f"self.{one}", given) for one in ("_strategy", "strategy", "trainer.strategy"))
+        names = {kind.__name__ for strategy in strategies for kind in type(strategy).__mro__}
+        if not names.isdisjoint(_SHARDED):
+            yield from (given.get(name) for name in ("path", "filepath", "checkpoint_path"))
     for beginning, paths in _ARGUMENTS.items():
         for path in paths if place.startswith(beginning) else ():
             yield next((found for one in path.split(" or ") if (found := _at(one, given)) is not None), None)

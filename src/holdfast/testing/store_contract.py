@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -24,48 +23,12 @@ import pytest
 
 from holdfast._core.store.base import VERSION_BYTES, Kind, NotFound, Store, capabilities
 from holdfast.errors import BadInput, Conflict, StorageError
+from holdfast.testing.store_actions import content, put, race
 
 HOSTILE_PATHS = (
     "", "/", ".", "..", "../a", "a/../b", "a/..", "/etc/passwd", "a//b", "a/", "./a", "a/./b", "a\0b",
     "../../a/b",
 )  # fmt: skip
-
-
-def race(actions: Sequence[Callable[[], object]]) -> list[object]:
-    """Run all at once, each on a thread of its own; return what each returned or raised."""
-    # Threads start one after the other: without a barrier the first would be done before the last begins.
-    gate = threading.Barrier(len(actions))
-    outcomes: list[object] = [None] * len(actions)
-
-    def run(index: int) -> None:
-        gate.wait(30)
-        try:
-            outcomes[index] = actions[index]()
-        except Exception as error:
-            outcomes[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(actions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return outcomes
-
-
-def put(store: Store, path: str, data: bytes) -> None:
-    """Write a whole file."""
-    writer = store.create(path)
-    writer.write_at(0, [data])
-    writer.finish()
-
-
-def content(store: Store, path: str) -> bytes:
-    """Read a whole file."""
-    reader = store.open(path)
-    try:
-        return reader.read(0, reader.size)
-    finally:
-        reader.close()
 
 
 class StoreContract:

@@ -21,6 +21,13 @@ BRIDGES = {
     "nemotron": "nemotron.nemotron_bridge.NemotronBridge",
     "ernie4_5_moe": "ernie.ernie_45_bridge.Ernie45Bridge",
     "nemotron_h": "nemotronh.nemotron_h_bridge.NemotronHBridge",
+    "exaone4": "exaone.exaone4.exaone4_bridge.Exaone4Bridge",
+    "deepseek_v4": "deepseek.deepseek_v4_bridge.DeepSeekV4Bridge",
+    "bailing_moe_v2": "bailing.bailing_moe2_bridge.BailingMoeV2Bridge",
+    "sarvam_moe": "sarvam.sarvam_moe_bridge.SarvamMoEBridge",
+    "sarvam_mla": "sarvam.sarvam_mla_bridge.SarvamMLABridge",
+    "kimi_k25": "kimi_vl.kimi_k25_vl_bridge.KimiK25VLBridge",
+    "nemotron_h latent": "nemotronh.nemotron_h_bridge.NemotronHBridge",
     "glm_moe_dsa": "glm_moe_dsa.glm5_bridge.GLM5Bridge",
 }
 SAVED = {
@@ -29,8 +36,11 @@ SAVED = {
     ".conv1d_": ".conv1d.",
 }
 """How checkpoints name parameters that have other names in the modules."""
-PUBLISHERS = {"backbone.embedding.weight": "backbone.embeddings.weight"}
-"""Names of transformers 5 for which publishers, and so the converters, have others."""
+PUBLISHERS = {
+    "backbone.embedding.weight": "backbone.embeddings.weight",
+    ".attn.indexer.weights_proj.": ".attn.indexer.scorer.weights_proj.",
+}
+"""Parts of names for which the converters have others."""
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 """Beginnings of published names of parts that are not converted."""
 SIZES = SimpleNamespace(
@@ -53,7 +63,11 @@ def compare(rank: int, name: str, folder: str) -> tuple[int, list[str], list[str
         bridge: Any = getattr(import_module(f"megatron.bridge.models.{module}"), cls)()
     except ModuleNotFoundError:
         return None
-    there = {PUBLISHERS.get(key, key): value for key, value in weights(Path(folder)).items()}
+    if "latent" in name and not hasattr(bridge, "_hf_mtp_config"):  # a version without them
+        return None
+    there = weights(Path(folder))
+    for part, other in PUBLISHERS.items():
+        there = {key.replace(part, other): value for key, value in there.items()}
     converted, used = _by_bridge(bridge, there)
     state = {key: torch.zeros_like(value) for key, value in converted.items()}
     holdfast.load(state, folder, job=holdfast.Job(no_dist=True))
@@ -119,6 +133,14 @@ def _convert(kinds: Any, mapping: Any, found: dict[str, torch.Tensor]) -> torch.
     if isinstance(mapping, kinds.ReplicatedMapping):
         whole: torch.Tensor = mapping.hf_to_megatron(found[""], torch.nn.Linear(1, 1))
         return whole
+    if isinstance(mapping, kinds.ConcatenatedQKVMapping):
+        heads, groups, size = SIZES.num_attention_heads, SIZES.num_query_groups, SIZES.kv_channels
+        parts = found[""].split([heads * size, groups * size, groups * size])
+        return kinds.merge_qkv_weights(SIZES, *parts)
+    if type(mapping).__name__.startswith("_HCAlpha"):  # one scalar of three
+        one = torch.zeros(1)
+        module = SimpleNamespace(alpha_pre=one, alpha_post=one, alpha_res=one)
+        return mapping.hf_to_megatron(found[""], module)
     assert isinstance(mapping, kinds.AutoMapping), type(mapping)
     assert type(mapping).hf_to_megatron is kinds.AutoMapping.hf_to_megatron, type(mapping)
     return found[""]

@@ -16,7 +16,7 @@ from tests.frameworks.megatron.cpu import use_cpu
 from tests.frameworks.megatron.models import LENGTH, Layout, build, config_of, describe, metadata, parallel
 
 
-def load_into(chunks: list[Any], folder: str) -> None:
+def load_into(chunks: list[Any], folder: Any) -> None:
     """Through `holdfast.megatron.load`, into weights that were something else."""
     from holdfast import megatron
 
@@ -51,17 +51,23 @@ def logits(rank: int, name: str, folder: str, out: str = "") -> tuple[float, flo
 
 
 def load_and_save(
-    rank: int, name: str, folder: str, layout: Layout, out: str, fingerprint: bool = False
+    rank: int,
+    name: str,
+    folder: str,
+    layout: Layout,
+    out: str,
+    fingerprint: bool = False,
+    adapter: str = "",
 ) -> int:
     """Into a layout of eight ranks, and from there into a checkpoint. Returns how many bytes this rank has of
-    the model."""
-    from holdfast import Options, megatron
+    the model. adapter: a folder, to be merged."""
+    from holdfast import Options, huggingface, megatron
 
     use_cpu()
     recipe = TINY[name].recipe
     with parallel(layout):
         chunks = build(config_of(layout, recipe), layout, recipe)
-        load_into(chunks, folder)
+        load_into(chunks, huggingface.merged(folder, adapter) if adapter else folder)
         megatron.save(
             describe(chunks),
             out,
@@ -227,3 +233,29 @@ def import_until(rank: int, folder: str, out: str, share: float) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     import_(folder, out, job=Job(no_dist=True), progress=stop)
+
+
+def save_sharded_adapter(rank: int, folder: str, adapter: str, out: str) -> list[str]:
+    """A model that PEFT has wrapped and FSDP2 has sharded: filled from both folders, not merged, changed, and
+    saved. Returns the names of tensors that were not filled rightly."""
+    from peft import PeftModel
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    import holdfast
+    from holdfast import huggingface
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
+    right = {key: value.clone() for key, value in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.data.fill_(7)
+    fully_shard(model)
+    holdfast.load(model.state_dict(), huggingface.merged(folder, adapter), job=Job(timeout=60))
+    state: dict[str, Any] = model.state_dict()
+    wrong = [key for key, value in state.items() if not torch.equal(value.full_tensor(), right[key])]
+    with torch.no_grad():
+        for key, value in state.items():
+            if "lora_" in key:
+                value.mul_(2)
+    holdfast.save(state, out, job=Job(timeout=60))
+    return wrong

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -92,15 +93,24 @@ class Tiny:
     """What logits may differ by, of the largest."""
     text: str = ""
     """Of a model that contains a language model: the type of that."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Patterns in names that transformers writes, and what they are where the model is published."""
+    joined: tuple[str, ...] = ()
+    """The ends of names, in the order in which `publish` puts their tensors one below the other, if `renamed` gives
+    them one name."""
+    kind: str = ""
+    """The type, of a model that transformers does not have: it is published with another one's tensors."""
 
     def configuration(self, **more: Any) -> Any:
         import transformers
 
         sizes = {**COMMON, **self.published, **more}
-        if self.text:
+        if self.text and not self.kind:
             tied = {"tie_word_embeddings": sizes["tie_word_embeddings"]}
             inner = {**sizes, "model_type": self.text}
             sizes = {"text_config": inner, "vision_config": VISION[self.config], **tied}
+            if "Omni" in self.config:
+                sizes["audio_config"] = EARS
         return getattr(transformers, self.config)(**sizes)
 
     @property
@@ -108,7 +118,23 @@ class Tiny:
         """transformers' class for such models."""
         import transformers
 
-        return transformers.AutoModelForImageTextToText if self.text else transformers.AutoModelForCausalLM
+        return (
+            transformers.AutoModelForImageTextToText
+            if self.text and not self.kind
+            else transformers.AutoModelForCausalLM
+        )
+
+    def as_published(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """These tensors of transformers by the names of the publisher."""
+        found: dict[str, list[torch.Tensor]] = {}
+        # Sorted by the names to join, which are in the order of their parts.
+        order = {end: place for place, end in enumerate(self.joined)}
+        for name in sorted(tensors, key=lambda name: order.get(name.split(".", 3)[-1], -1)):
+            published = name
+            for pattern, other in self.renamed:
+                published = re.sub(pattern, other, published)
+            found.setdefault(published, []).append(tensors[name])
+        return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in found.items()}
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -132,6 +158,8 @@ VISION = {
     "Qwen2VLConfig": {"embed_dim": 32, "hidden_size": 32, "num_heads": 2, "depth": 1},
     "Qwen2_5_VLConfig": {**_EYES, "fullatt_block_indexes": [0]},
     "Qwen3VLConfig": {**_EYES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    "Qwen3VLMoeConfig": {**_EYES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    "Qwen3OmniMoeThinkerConfig": {**_EYES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     "Qwen3_5Config": {**_EYES, "num_position_embeddings": 16},
     "Qwen3_5MoeConfig": {**_EYES, "num_position_embeddings": 16},
     "Llama4Config": {
@@ -149,6 +177,17 @@ VISION = {
     "Glm4vMoeConfig": {**_EYES, "image_size": 28, "patch_size": 14},
 }
 """What each model that contains a language model sees with."""
+EARS = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "output_dim": 32,
+    "num_mel_bins": 16,
+    "downsample_hidden_size": 8,
+    "max_source_positions": 16,
+}
+"""What Qwen3-Omni hears with."""
 
 
 def _squared_relu(values: torch.Tensor) -> torch.Tensor:
@@ -370,6 +409,60 @@ TINY |= {
 }
 
 
+TINY |= {
+    "seed_oss": Tiny(
+        "SeedOssConfig", {"head_dim": 8}, Recipe(extra=dense(qk_layernorm=False, add_qkv_bias=True))
+    ),
+    "mellum": Tiny(
+        "MellumConfig",
+        {
+            "head_dim": 8,
+            "num_experts": 8,
+            **EXPERTS,
+            "layer_types": ["full_attention"] * 4,
+            "pad_token_id": 0,
+            "rope_parameters": {"full_attention": COMMON["rope_parameters"]},
+        },
+    ),
+    "qwen3_vl_moe": Tiny(
+        "Qwen3VLMoeConfig", {"head_dim": 8, "num_experts": 8, **EXPERTS}, text="qwen3_vl_moe_text"
+    ),
+    "qwen3_omni_moe_thinker": Tiny(
+        "Qwen3OmniMoeThinkerConfig",
+        {"head_dim": 8, "num_experts": 8, **EXPERTS, **THREE_ROPES},
+        text="qwen3_omni_moe_text",
+    ),
+    "exaone_moe": Tiny(
+        "ExaoneMoeConfig",
+        {
+            "head_dim": 8,
+            "num_experts": 8,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention"] * 4,
+            **EXPERTS,
+        },
+        Recipe(extra=SIGMOID, per_layer=True, shared_expert=True),
+    ),
+    "hy_v3": Tiny(
+        "HYV3Config",
+        {
+            "head_dim": 8,
+            "num_experts": 8,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "router_scaling_factor": 1.0,
+            **EXPERTS,
+        },
+        Recipe(extra=SIGMOID, per_layer=True, shared_expert=True),
+    ),
+}
+
+
 def publish(tiny: Tiny, folder: Path, change: Callable[[Any], None] | None = None, **more: Any) -> Any:
     """Have transformers write a model of random weights, in several files; returns the model."""
     torch.manual_seed(5)
@@ -386,7 +479,27 @@ def publish(tiny: Tiny, folder: Path, change: Callable[[Any], None] | None = Non
             if name.endswith(("query_layernorm.weight", "key_layernorm.weight")):
                 parameter.copy_(parameter[: len(parameter) // 2].repeat(2))
     model.save_pretrained(folder, max_shard_size="80KB")
+    if tiny.renamed:
+        rewrite(folder, tiny.as_published(weights(folder)))
+    if tiny.kind and tiny.text:
+        inner = {**json.loads((folder / "config.json").read_text()), "model_type": tiny.text}
+        (folder / "config.json").write_text(json.dumps({"model_type": tiny.kind, "text_config": inner}))
+    elif tiny.kind:
+        edit_config(folder, model_type=tiny.kind)
     return model
+
+
+class Published(dict[str, Path]):
+    """Folders of tiny models, each of which is written when a test first asks for it."""
+
+    def __init__(self, tiny: Mapping[str, Tiny], root: Path) -> None:
+        super().__init__()
+        self._tiny, self._root = tiny, root
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = folder = self._root / name.replace(" ", "-")
+        publish(self._tiny[name], folder)
+        return folder
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -16,9 +16,17 @@ import pytest
 from holdfast._models.views.family import Family, families
 
 FROZEN = Path(__file__).with_name("declarations.toml")
-NOT_IN_TRANSFORMERS = {"kimi_k2"}
-"""Code of DeepSeek V3 in the published folder."""
-TABLE_OF = {"kimi_k2": "deepseek_v3", "glm4v_moe_text": "glm4_moe", "youtu": "deepseek_v3"}
+NOT_IN_TRANSFORMERS = {"kimi_k2", "bailing_moe_v2", "sarvam_moe", "sarvam_mla"}
+"""The code is in the published folder, or in a newer transformers than the tests'."""
+TABLE_OF = {
+    "kimi_k2": "deepseek_v3",
+    "bailing_moe_v2": "glm4_moe",
+    "sarvam_moe": "glm4_moe",
+    "sarvam_mla": "deepseek_v3",
+    "glm4v_moe_text": "glm4_moe",
+    "qwen3_omni_moe_text": "qwen3_moe",
+    "youtu": "deepseek_v3",
+}
 """Types with the whole table of another one: transformers declares less for them, or for the model outside."""
 MADE = {("MergeModulelist(dim=0)", "Concatenate(dim=1)"): "concat", ("MergeModulelist(dim=0)",): "same"}
 """Which way of ours the operations are, for one expert."""
@@ -58,6 +66,8 @@ def declared(kind: str, family: Family) -> dict[str, str]:
                     way = MADE.get(tuple(way.split(" then ")), way)
                     place = converter.source_patterns.index(pattern)
                     break
+        if not name.startswith(("model.", "lm_head.")):
+            name = f"model.{name}"  # names of the base model: transformers adds its prefix
         if name != published:
             made.setdefault(name, (way, {}))[1][place] = published
     return {
@@ -84,7 +94,9 @@ def tabled(family: Family) -> dict[str, str]:
         found = family.find(ours)
         assert found is not None
         entry, _, axes = found
-        if ours.startswith(("model.", *filter(None, family.table.outside.values()))):
+        if entry.rule.layout is not None:  # transformers keeps the name, and turns the tensor or not
+            continue
+        if ours.startswith(("model.", "lm_head.", *filter(None, family.table.outside.values()))):
             name = ours.replace("layers.", "layers.{layer}.") if "layer" in axes else ours
             parts = ", ".join(entry.prefix + name for name in entry.rule.names)
             made[name] = f"{entry.rule.way}({parts})"

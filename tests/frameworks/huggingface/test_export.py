@@ -24,6 +24,7 @@ from holdfast.errors import BadInput, CoverageError, HoldfastError, MissingTenso
 from holdfast.huggingface import export
 from tests.frameworks.huggingface import jobs
 from tests.frameworks.huggingface.models import TINY, edit_config, publish, rewrite, weights
+from tests.frameworks.huggingface.test_quantizing import check as check_quantized
 from tests.support.processes import ProcessWorld, Result
 from tests.support.threads import on_ranks
 
@@ -240,6 +241,18 @@ def test_all_ranks_write_files_and_none_enters_a_collective(model: tuple[Path, P
         for sentence in world.run(jobs.export_together, *how, -1, steps, timeout=100):
             assert "failed on rank 3" in sentence, sentence
             assert "it does not exist" in sentence, sentence
+
+
+def test_weights_of_megatron_cores_names_are_exported_in_8_bits(
+    model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, step = model
+    export(step, tmp_path / "out", like=folder, quantize="fp8")
+    check_quantized(tmp_path / "out", weights(folder))
+    verdict = holdfast.same(step, tmp_path / "out")
+    rounded = [one.name for one in verdict.different if "rounded there to float8_e4m3fn" in one.b]
+    assert len(rounded) == len(verdict.different) == 4
+    assert FC1 in rounded
 
 
 def test_a_folder_without_weights_can_tell_nothing_of_what_is_missing(

@@ -13,7 +13,7 @@ import holdfast
 from holdfast.errors import BadInput
 from holdfast.huggingface import export, families, mapping_of
 from tests.frameworks.huggingface import jobs
-from tests.frameworks.huggingface.models import TINY, publish, rewrite, weights
+from tests.frameworks.huggingface.models import TINY, Published, rewrite, weights
 from tests.frameworks.megatron.models import Layout
 from tests.support.processes import ProcessWorld
 
@@ -38,11 +38,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {}
-    for name, tiny in TINY.items():
-        folders[name] = tmp_path_factory.mktemp("published") / name.replace(" ", "-")
-        publish(tiny, folders[name])
-    return folders
+    return Published(TINY, tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +61,9 @@ def test_logits_are_those_of_transformers(
     before, after = weights(published[name]), weights(out)
     left = before.keys() - after.keys()
     assert {*report.missing} == left
-    assert all(("visual" in key or "vision" in key or "projector" in key) and contains for key in left)
+    assert all(
+        any(part in key for part in ("visual", "vision", "projector", "audio")) and contains for key in left
+    )
     assert [key for key, value in after.items() if not torch.equal(value, before[key])] == []
 
 

@@ -169,7 +169,7 @@ class LocalSave(SaveJob):
             if failed and not is_known:
                 rank, why = min(failed.items())
                 log.warning(
-                    "Step %s is not in the local folders, and is saved to %s only: rank %d: %s",
+                    "Step %s is not in the local folders, and goes to %s only: rank %d: %s",
                     *(durable.step, durable.store.url, rank, why),
                 )
             return [not failed, most]

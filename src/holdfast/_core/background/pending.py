@@ -168,7 +168,7 @@ class Pending(Future[SaveReport]):
         return " The step is committed in the local folders of all hosts." if is_local else ""
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Like `committed`, but raise TimeoutError if the save takes longer than `timeout` seconds."""
+        """Like `durable`, but raise TimeoutError if the save takes longer than `timeout` seconds."""
         try:
             return super().result(timeout)
         finally:

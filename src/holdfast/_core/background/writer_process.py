@@ -90,13 +90,16 @@ class _Process:
             set_environment(job.environment)
         arena = self.arenas[job.arena]
         arena.reserve(job.size)  # maps it again if the trainer has grown it since
-        return write_job(
+        files = write_job(
             job,
             arena,
             open_store(job.store),
             lambda total: self.wire.send(Planned(job.number, total)),
             progress,
         )
+        if moved:
+            self.wire.send(Moved(job.number, moved))
+        return files
 
 
 def write_job(

@@ -55,7 +55,8 @@ class Options:
 
     link_unchanged: bool = False
     """Do not rewrite bytes that are equal to those of the previous save of the same run; the step gets hard
-    links to the files with them. For states that change little between saves (LoRA, frozen layers)."""
+    links to the files with them, and in an object store its index names them (docs/storage.md). For states
+    that change little between saves (LoRA, frozen layers)."""
 
     keep_failed: bool = False
     """Leave this rank's files of a failed save in place, for a post-mortem."""

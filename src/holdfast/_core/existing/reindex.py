@@ -19,8 +19,17 @@ from holdfast._core.existing.target import number
 from holdfast._core.format.columns import Columns
 from holdfast._core.format.container import read_header
 from holdfast._core.format.index_layout import encode
-from holdfast._core.format.names import DATA, EMBEDDED, INDEX, is_data_file, is_fetched, is_link_to
+from holdfast._core.format.names import (
+    DATA,
+    EMBEDDED,
+    INDEX,
+    is_data_file,
+    is_fetched,
+    is_link_to,
+    reference,
+)
 from holdfast._core.io.index_file import embedded_index, open_index
+from holdfast._core.io.references import by_folder, claim_files
 from holdfast._core.plan.merge import Merger
 from holdfast._core.saving.commit import versions
 from holdfast._core.store.base import Folder, Store, version_of
@@ -89,9 +98,11 @@ def reindex(path: Folder, dry_run: bool = False, force: bool = False, only: Sequ
         raise CorruptCheckpoint(f"{store.url} has no data file with a good index of itself{why}.")
     chosen = _choose(store, whole, broken, bool(only))
     columns = _merge(store, chosen)
-    data = encode(columns, _about(chosen), narrow=True)
+    about = _about(chosen)
+    data = encode(columns, about, narrow=True)
     # If a save commits meanwhile, it wins, and this raises Conflict.
     if not dry_run:
+        _claim(store, columns, str(about.get("attempt") or ""))
         store.publish(INDEX, data, version_of(store, INDEX))
     others = [LeftOut(file.name, "it belongs to another attempt") for file in whole]
     left = [file for file in (*broken, *others) if file.name not in columns.file_names]
@@ -104,6 +115,18 @@ def reindex(path: Folder, dry_run: bool = False, force: bool = False, only: Sequ
         tuple(left),
         int(columns.file_size.sum()),
     )
+
+
+def _claim(store: Store, columns: Columns, attempt: str) -> None:
+    """Claim the data files of other steps that the new index names: its old claims may be gone."""
+    size = dict(zip(columns.file_names, columns.file_size.tolist(), strict=True))
+    for folder, files in by_folder(size).items():
+        wanted = {path: size[reference(folder, path)] for path in files}
+        if lost := wanted.keys() - claim_files(store, folder, wanted, attempt, None):
+            raise CorruptCheckpoint(
+                f"{store.url} needs {min(lost)} of {folder}, which is not there as it was, or is being "
+                "deleted."
+            )
 
 
 def _good_index(store: Store) -> Reindexed | None:

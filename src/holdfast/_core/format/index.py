@@ -50,7 +50,15 @@ from holdfast._core.format.limits import (
     check_size,
     in_bounded_memory,
 )
-from holdfast._core.format.names import FORMAT, NARROW, SHARED, is_data_file, is_of_other_attempt
+from holdfast._core.format.names import (
+    FORMAT,
+    NARROW,
+    REFERRING,
+    SHARED,
+    is_data_file,
+    is_of_other_attempt,
+    split_reference,
+)
 from holdfast.errors import CorruptCheckpoint
 
 SMALL = 16 * PAGE
@@ -92,12 +100,13 @@ class Index:
         # The seal covers all bytes before it, so its digest identifies this version: a load compares it on
         # all ranks.
         self.identity = hex_digest(digest(seal))
-        if (version := header.metadata.get("format")) not in (FORMAT, NARROW, SHARED):
+        if (version := header.metadata.get("format")) not in (FORMAT, NARROW, SHARED, REFERRING):
             raise CorruptCheckpoint(
-                f"{where} has format {version!r:.100}; this Holdfast reads {FORMAT!r}, {NARROW!r} and "
-                f"{SHARED!r}."
+                f"{where} has format {version!r:.100}; this Holdfast reads {FORMAT!r}, {NARROW!r}, "
+                f"{SHARED!r} and {REFERRING!r}."
             )
-        self._narrow, self._shared = version != FORMAT, version == SHARED
+        self._narrow, self._shared = version != FORMAT, version in (SHARED, REFERRING)
+        self._refers = version == REFERRING
         self._describe(header)
 
     @in_bounded_memory
@@ -286,10 +295,11 @@ class Index:
         return int(self.find([name])[0])
 
     def file_names(self) -> list[str]:
-        """Return the data files, relative to the checkpoint's folder; refuse a name that could leave it."""
+        """Return the data files, relative to the checkpoint's folder; refuse a name that could leave it,
+        except references to other steps of its run."""
         names = self._strings("file_names", "file_end")
         for name in names:
-            if not is_data_file(name):
+            if not is_data_file(name) and not (self._refers and split_reference(name)):
                 raise CorruptCheckpoint(
                     f"{self.where} names the file {name!r}, which is not inside its data folder; it was not "
                     "opened."

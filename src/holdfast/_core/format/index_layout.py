@@ -15,7 +15,7 @@ from holdfast._core.format.container import encode_header
 from holdfast._core.format.digest import digest, digest_many
 from holdfast._core.format.index_pages import PAGE
 from holdfast._core.format.limits import INDEX_HEADER_BYTES
-from holdfast._core.format.names import FORMAT, NARROW, SHARED
+from holdfast._core.format.names import FORMAT, NARROW, REFERRING, SHARED, split_reference
 from holdfast.errors import BadInput
 
 FENCE = 256
@@ -124,5 +124,7 @@ def lay_out(columns: Columns, metadata: dict[str, object], narrow: bool = False)
     entries.append(("pages", "U64", (pages,), start, start + 8 * pages))
     entries.append(("seal", "U64", (2,), start + 8 * pages, start + 8 * pages + 16))
     version = SHARED if columns.shared else NARROW if narrow else FORMAT
+    if any(map(split_reference, columns.file_names)):
+        version = REFERRING
     described = {"format": version, "dims": str(columns.dims), "about": about}
     return LaidOut(encode_header(entries, described), [arrays[name] for name in order], start)

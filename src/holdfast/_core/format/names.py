@@ -16,6 +16,9 @@ NARROW = "holdfast-1.1"
 """The version of a checkpoint's index whose integer columns use the narrowest sufficient type."""
 SHARED = "holdfast-1.2"
 """The version of an index in which chunks of several tensors share the same bytes (tied weights)."""
+REFERRING = "holdfast-1.3"
+"""The version of an index that names data files of other steps of its run (`reference`). Chunks of several
+tensors may share bytes, too."""
 
 # -- files of a checkpoint ------------------------------------------------------------------------
 
@@ -31,7 +34,8 @@ OWNER = ".holdfast-owner.json"
 LEFT = ".holdfast-left.json"
 """In a run folder: the steps that the run has left behind by going back to an older one."""
 PINS = ".holdfast-pins"
-"""In a step's folder, on stores without locks: a folder with a file for each reader of the step."""
+"""In a step's folder, on stores without locks: a folder with a file for each reader of the step, and for each
+rank of a later step that names data files of this one."""
 REMOVED = ".holdfast-removed"
 """In a run folder, on stores without locks: a folder with a file for each step that is being removed."""
 EMBEDDED = "__holdfast__"
@@ -39,6 +43,8 @@ EMBEDDED = "__holdfast__"
 # `\Z`, because `$` would also match before a newline at the end. Each part begins with a letter, a digit, `_`
 # or `-`, and the first with a letter or digit: so no name is hidden, and none contains `..`.
 _DATA_FILE = re.compile(DATA + r"/[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*\.safetensors\Z")
+# Only into a folder that is named as a step, beside that of the index.
+_REFERENCE = re.compile(r"\.\./((?:step-[0-9]{8,18})|(?:iter_[0-9]{7,18}))/(.+)\Z")
 # File names from `data_file` and `linked_file` for the attempts of saves and imports. Ranks of 100,000 and
 # more have more than five digits. Files of `fetch` have other names: no index lists them, but they are no
 # leftovers.
@@ -91,8 +97,22 @@ def is_of_other_attempt(path: str, attempt: object) -> bool:
 
 
 def is_link_to(path: str, origin: str) -> bool:
-    """Return whether a data file is a link to one that was written under the path `origin`."""
+    """Return whether a data file is a link, or a reference, to one that was written under the path
+    `origin`."""
+    if (referred := split_reference(path)) is not None:
+        return referred[1] == origin
     return path.endswith("-" + origin.removeprefix(f"{DATA}/"))
+
+
+def reference(folder: str, path: str) -> str:
+    """Return the name, in the index of a step, of the data file `path` of another step in `folder`."""
+    return f"../{folder}/{path}"
+
+
+def split_reference(name: str) -> tuple[str, str] | None:
+    """Return the step's folder and the path of the data file that a reference names; None if it is none."""
+    match = _REFERENCE.match(name)
+    return (match[1], match[2]) if match is not None and is_data_file(match[2]) else None
 
 
 def is_data_file(path: str) -> bool:

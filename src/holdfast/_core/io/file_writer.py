@@ -20,8 +20,17 @@ from holdfast._core.format.columns import Array, Columns, expand_ranges, unpad
 from holdfast._core.format.container import encode_header
 from holdfast._core.format.digest import block_counts, digest, digest_many
 from holdfast._core.format.index_layout import lay_out
-from holdfast._core.format.names import DATA, EMBEDDED, FORMAT, WrittenFile, data_file, name_of_chunk
+from holdfast._core.format.names import (
+    DATA,
+    EMBEDDED,
+    FORMAT,
+    WrittenFile,
+    data_file,
+    name_of_chunk,
+    split_reference,
+)
 from holdfast._core.io.host_memory import ReportBytes
+from holdfast._core.io.references import by_folder, release
 from holdfast._core.io.stream import ChunkSource, stream_chunks
 from holdfast._core.io.unchanged import Earlier, Linked, all_changed, link_unchanged
 from holdfast._core.layout.tensor import DTYPES
@@ -105,21 +114,27 @@ def write_files(request: WriteRequest) -> list[WrittenFile]:
         except BaseException:
             if writer is not None:
                 writer.discard()
-            discard(store, [*names_of(files), *linked.names])
+            discard(store, [*names_of(files), *linked.names], (attempt, request.table.rank))
             raise
     return files
 
 
 def names_of(files: list[WrittenFile]) -> list[str]:
-    """Return the names of a rank's files, and of their links."""
+    """Return the names of a rank's files, and of their links and references."""
     return [name for file in files for name in (file.name, *file.links)]
 
 
-def discard(store: Store, names: list[str]) -> None:
-    """Delete this rank's files of a failed save, and their folder if it is then empty. Never raises."""
+def discard(store: Store, names: list[str], claimed: tuple[str, int] | None = None) -> None:
+    """Delete this rank's files of a failed save, and their folder if it is then empty. Never raises.
+
+    claimed: the attempt and the rank that refer to files of earlier steps, if there are such names.
+    """
+    if claimed is not None:
+        release(store, by_folder(names), *claimed)
     for name in names:
-        with suppress(Exception):
-            store.delete(name)
+        if not split_reference(name):
+            with suppress(Exception):
+                store.delete(name)
     with suppress(Exception):
         store.child(DATA).remove()  # not `delete`: a foreign file or link may have that name
 

@@ -22,9 +22,10 @@ from holdfast._core.format.names import (
     is_named_by_save,
 )
 from holdfast._core.io.index_file import open_index
-from holdfast._core.io.removal import finish_removals, named_by_index, remove_with_note
+from holdfast._core.io.references import Known, can_refer, name_of_folder, nothing_known
+from holdfast._core.io.removal import Named, finish_removals, named_by_index, remove_with_note
 from holdfast._core.io.small_files import read_file
-from holdfast._core.store.base import Entry, Kind, Store, capabilities, look_at_files
+from holdfast._core.store.base import Entry, Kind, Store, capabilities, look_at_files, parent
 from holdfast._core.store.branches import is_left, left_behind
 from holdfast._core.store.pins import has_live_pin, unpinned
 from holdfast._core.store.publishing import HIDDEN
@@ -63,6 +64,7 @@ def retire(
     read: Callable[[int, str], StepFacts],
     damaged: Collection[int] = (),
     passed: set[str] | None = None,
+    known: Known = nothing_known,
 ) -> list[str]:
     """Remove the steps that no rule keeps; never the step that was just saved. Return their folders.
 
@@ -71,13 +73,14 @@ def retire(
         can be examined.
     passed: a cache of folders that are known not to be removable steps; they are skipped, and newly found
         ones are added.
+    known: reads which attempts of saves have ended; used only where steps refer to others (`references`).
     """
     if rules.keep is None:
         return []
     passed = set() if passed is None else passed
     names = store.list()
     if f"{REMOVED}/" in names:
-        finish_removals(store)
+        finish_removals(store, known)
     left = left_behind(store) if LEFT in names else {}
     steps = [
         (step, folders)
@@ -111,24 +114,27 @@ def retire(
         # An older step that was saved again may not be among the newest; it stays until the next save.
         if step not in kept and step != saved:
             with suppress(HoldfastError):  # the next save tries again
-                remove_step(store, folder)
+                remove_step(store, folder, known)
                 removed.append(folder)
     return removed
 
 
-def remove_step(store: Store, folder: str) -> bool:
+def remove_step(store: Store, folder: str, known: Known = nothing_known) -> bool:
     """Delete Holdfast's files of a step: its index first, so that it stops being a checkpoint before it loses
     data. Return whether its folder was removed; a folder with other files in it stays.
 
     A step that is being read (pinned) is not changed, nor is one that is a link, or whose data folder or
     index is a link. Without locks a reader may begin meanwhile: then its data stays, and `retire` goes on
-    later; what is returned is whether the data is gone, as there are no folders.
+    later; what is returned is whether the data is gone, as there are no folders. Data that later steps refer
+    to stays, too.
+
+    known: as for `retire`.
     """
     if is_linked(store, folder):
         return False
     step = store.child(folder)
     if capabilities(store).pins:
-        return _remove_without_locks(store, step, folder)
+        return _remove_without_locks(store, step, folder, known)
     with unpinned(step) as free:
         if not free:
             log.info("%s is being read, and stays for now.", step.url)
@@ -144,17 +150,34 @@ def remove_step(store: Store, folder: str) -> bool:
     return step.remove()
 
 
-def _remove_without_locks(store: Store, step: Store, folder: str) -> bool:
+def _remove_without_locks(store: Store, step: Store, folder: str, known: Known) -> bool:
     present = step.list()
-    if f"{PINS}/" in present and has_live_pin(step):
+    pins = step.list(PINS) if f"{PINS}/" in present else []
+    if has_live_pin(step, pins):
         log.info("%s is being read, and stays for now.", step.url)
         return False
-    named: set[str] = set()
+    named = Named()
     with suppress(HoldfastError):
-        named.update(named_by_index(step))
-    ours = own_names(step, named, present)
+        named = named_by_index(step)
+    ours = own_names(step, named.files, present)
     marks = sorted(set(ours) & {METADATA, INDEX, CONFIG})  # `.metadata` means nothing without the index
-    return remove_with_note(store, folder, marks, filter(is_data_file, ours))
+    return remove_with_note(store, folder, marks, [*filter(is_data_file, ours)], named, pins, known)
+
+
+def remove_replaced(step: Store, named: Named, but: Collection[str]) -> None:
+    """Delete the data that only the replaced index of a step has named. Never raises.
+
+    named: by that index. but: what the new one names.
+    """
+    with suppress(HoldfastError):  # `holdfast prune` removes what is left
+        own = [*entries(step, (name for name in named.files - {*but} if is_data_file(name)))]
+        if not can_refer(step):
+            for name in own:
+                step.delete(name)
+        elif own:
+            # A later step may refer to it, or a save that is under way.
+            store, folder = parent(step), name_of_folder(step)
+            remove_with_note(store, folder, (), own, named, step.list(PINS), nothing_known)
 
 
 def old_files(step: Store) -> dict[str, Entry]:

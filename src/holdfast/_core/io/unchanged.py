@@ -1,9 +1,10 @@
 """Find the chunks that are unchanged since the last save, and link its files into the new step.
 
 A chunk is unchanged if the digests of all its blocks are. The new step gets a hard link to the file that
-holds the chunk, so every step's folder is complete by itself, and readers need no special case. The digests
-of the last save are read from the embedded indexes of its files; only the names of these files are kept in
-memory (docs/decisions/0028-unchanged-bytes-are-linked.md).
+holds the chunk, so every step's folder is complete by itself, and readers need no special case. An object
+store has no links: there the new step refers to the file (`references`). The digests of the last save are
+read from the embedded indexes of its files; only the names of these files are kept in memory
+(docs/decisions/0028-unchanged-bytes-are-linked.md).
 """
 
 from __future__ import annotations
@@ -22,17 +23,28 @@ from holdfast._core.base.options import Options
 from holdfast._core.format.columns import Array, Columns, counts_of, expand_ranges
 from holdfast._core.format.container import read_header
 from holdfast._core.format.digest import digest
-from holdfast._core.format.names import DATA, EMBEDDED, WrittenFile, data_file, is_data_file, linked_file
+from holdfast._core.format.names import (
+    DATA,
+    EMBEDDED,
+    WrittenFile,
+    data_file,
+    is_data_file,
+    linked_file,
+    reference,
+    split_reference,
+)
 from holdfast._core.io.host_memory import ReportBytes, even_ranges
 from holdfast._core.io.index_file import embedded_index
 from holdfast._core.io.on_threads import on_threads
+from holdfast._core.io.references import by_folder, can_refer, claim_files, name_of_folder, release
 from holdfast._core.io.spot_check import blocks_of, spot_check
 from holdfast._core.io.stream import ChunkSource, simple_addresses
 from holdfast._core.plan.agreement import box_keys
 from holdfast._core.plan.blocks import widen
 from holdfast._core.plan.shard_table import PlannedRows, SavePlan, ShardTable
-from holdfast._core.store.base import Kind, LinkingStore, Store, capabilities
-from holdfast._core.store.local import open_local
+from holdfast._core.store.base import Kind, LinkingStore, Store, capabilities, parent
+from holdfast._core.store.local import LocalReader, open_local
+from holdfast._core.store.run_folder import is_spelled_as_ours
 from holdfast.errors import HoldfastError, StorageError
 
 log = logging.getLogger("holdfast")
@@ -140,16 +152,22 @@ def link_unchanged(
 
     Nothing is linked if the earlier files are gone, or if the file system does not support links.
     """
+    folder = ""
     if not capabilities(store).links:
-        return plan, all_changed(plan)
+        run, _, folder = earlier.folder.rstrip("/").rpartition("/")
+        if not can_refer(store) or run != parent(store).url or not is_spelled_as_ours(folder):
+            return plan, all_changed(plan)
     try:
-        held = _Held(table, plan.chunks, earlier, options)
+        held = _Held(table, plan.chunks, earlier, options, store, folder)
     except HoldfastError as error:
         log.debug("%s: all is written, because of the step before: %s", store.url, error)
         return plan, all_changed(plan)
     held.compare(options.writer_threads, progress)
-    held.check_stored(earlier.turn, progress)
-    names = held.link(cast("LinkingStore", store), attempt)
+    if folder:
+        names = held.refer(attempt)
+    else:
+        held.check_stored(earlier.turn, progress)
+        names = held.link(cast("LinkingStore", store), attempt)
     files = sorted(names)
     is_linked = np.isin(held.file, files)
     chosen = np.flatnonzero(is_linked)
@@ -168,10 +186,24 @@ def link_unchanged(
 class _Held:
     """The chunks of a plan, as found in the files of an earlier save: a row for each chunk."""
 
-    def __init__(self, table: ShardTable, chunks: PlannedRows, earlier: Earlier, options: Options) -> None:
-        """Find the chunks by tensor and box. Raises a HoldfastError if an earlier file can't be read."""
+    def __init__(
+        self,
+        table: ShardTable,
+        chunks: PlannedRows,
+        earlier: Earlier,
+        options: Options,
+        store: Store,
+        folder: str,
+    ) -> None:
+        """Find the chunks by tensor and box. Raises a HoldfastError if an earlier file can't be read.
+
+        store: of the new step. folder: that of the earlier step, if the new one may refer to it; "" for
+            links.
+        """
         rows = len(chunks.row)
-        self._table, self._chunks, self._store = table, chunks, open_local(earlier.folder, "link_unchanged")
+        self._table, self._chunks, self._folder = table, chunks, folder
+        self._step = store
+        self._store = store if folder else open_local(earlier.folder, "link_unchanged")
         self.file = np.full(rows, -1, np.int64)
         """For each chunk, the number of the file that holds it unchanged; -1 if there is none."""
         self.position = np.zeros(rows, np.int64)
@@ -202,7 +234,7 @@ class _Held:
             digests.append(columns.digests)
             own, *links = columns.file_names
             before = own.removesuffix(".safetensors") + "-"
-            self._names += columns.file_names
+            self._names += map(self._name, columns.file_names)
             self._paths += [os.path.join(earlier.folder, name) for name in columns.file_names]
             self._origins += [own.removeprefix(f"{DATA}/"), *(name.removeprefix(before) for name in links)]
             self.sizes += columns.file_size.tolist()
@@ -211,8 +243,12 @@ class _Held:
             _, one = np.unique(np.stack([self.file, self.position]), axis=1, return_index=True)
             self.file[np.isin(np.arange(rows), one, invert=True)] = -1
 
+    def _name(self, name: str) -> str:
+        """Return the name of a file of the earlier step, as `_store` opens it."""
+        return name if not self._folder or split_reference(name) else reference(self._folder, name)
+
     def _index(self, written: WrittenFile) -> Columns:
-        with closing(self._store.open(written.name)) as reader:
+        with closing(self._store.open(self._name(written.name))) as reader:
             stop = written.index_start + written.index_size
             return embedded_index(
                 reader, written.index_start, stop, f"{self._store.url}/{written.name}"
@@ -255,7 +291,7 @@ class _Held:
         places = self.file[found], self.position[found], chunks.nbytes[found], chunks.block[found]
         blocks = blocks_of(found, *places, (self.first[found], self.count[found], self.digests))
         for file, (chunk, why) in spot_check(
-            blocks, turn, lambda file: self._store.open(self._names[file]), progress
+            blocks, turn, lambda file: cast("LocalReader", self._store.open(self._names[file])), progress
         ).items():
             if why:
                 log.warning("%s can't be read back, and is not linked again: %s", self._paths[file], why)
@@ -269,15 +305,41 @@ class _Held:
                 )
             self.file[self.file == file] = -1
 
-    def link(self, store: LinkingStore, attempt: str) -> dict[int, str]:
-        """Link the files that hold enough unchanged bytes; return the names of the links, by file number."""
+    def _worth(self) -> list[int]:
+        """Return the numbers of the files that hold enough unchanged bytes."""
         used = np.flatnonzero(self.file >= 0)
         live = np.bincount(self.file[used], self._chunks.nbytes[used], len(self.sizes))
+        # At least half of the file, so that a step never takes more than twice its own bytes.
+        return [
+            file
+            for file in np.argsort(-live, kind="stable")[:LINKS].tolist()
+            if live[file] and 2 * live[file] >= self.sizes[file]
+        ]
+
+    def refer(self, attempt: str) -> dict[int, str]:
+        """Claim the files that hold enough unchanged bytes; return the names of the references, by file
+        number."""
+        worth = {self._names[file]: file for file in self._worth()}
         names: dict[int, str] = {}
-        for file in np.argsort(-live, kind="stable")[:LINKS].tolist():
-            # At least half of the file, so that a step never takes more than twice its own bytes.
-            if not live[file] or 2 * live[file] < self.sizes[file]:
+        for folder, files in by_folder(worth).items():
+            if folder == name_of_folder(self._step):
+                continue  # this save replaces that step
+            numbers = {path: worth[reference(folder, path)] for path in files}
+            sizes = {path: self.sizes[file] for path, file in numbers.items()}
+            try:
+                free = claim_files(self._step, folder, sizes, attempt, self._table.rank)
+            except StorageError as error:
+                log.debug("%s: what %s holds is written anew: %s", self._step.url, folder, error)
                 continue
+            if not free:
+                release(self._step, [folder], attempt, self._table.rank)
+            names |= {numbers[path]: reference(folder, path) for path in files if path in free}
+        return names
+
+    def link(self, store: LinkingStore, attempt: str) -> dict[int, str]:
+        """Link the files that hold enough unchanged bytes; return the names of the links, by file number."""
+        names: dict[int, str] = {}
+        for file in self._worth():
             name = linked_file(attempt, self._table.rank, self._origins[file])
             try:
                 store.link(name, self._paths[file])

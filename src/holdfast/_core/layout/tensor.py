@@ -121,5 +121,7 @@ def counted(names: Iterable[str], most: int = 10) -> str:
 
 def listed(names: Sequence[str], say: Callable[[str], str] = repr, most: int = 10) -> str:
     """Return the first few names as text for a message, each shortened to a line."""
-    shown = [say(name if len(name) <= 200 else name[:199] + "…") for name in names[:most]]
+    # What `say` returns is shortened, not its argument, which it may look up.
+    texts = [say(name) for name in names[:most]]
+    shown = [text if len(text) <= 450 else f"{text[:300]}…{text[-100:]}" for text in texts]
     return "; ".join(shown) + ("; and more" if len(names) > most else "")

@@ -21,6 +21,7 @@ from holdfast._core.protocol.call import Call, begin_call, whole_step
 from holdfast._core.protocol.job import Job
 from holdfast._core.protocol.operation import agree
 from holdfast._core.run.folder import RunFolder
+from holdfast._core.run.leftovers import why_kept
 from holdfast._core.run.local_tier import LocalTier
 from holdfast._core.run.turns import one_at_a_time
 from holdfast._core.saving.job import SaveJob
@@ -102,7 +103,7 @@ class Checkpoints(RunFolder):
         timeout: float | None = None,
     ) -> Pending | None:
         """Save a step: copy the state, and go on. `committed()` of the returned `Pending` waits until the
-        step is durable.
+        step is committed: in the run, or with `local=` in the local folders of all hosts.
 
         While `in_flight` saves are running, `on_busy` decides what this does (it returns None for a save that
         was skipped). If the save that it waits for failed, this raises its error, on all ranks, and begins
@@ -240,13 +241,13 @@ class Checkpoints(RunFolder):
             self._permit(call, lambda: None)
             with self._old.tidying:
                 if capabilities(self.store).pins:
-                    finish_removals(self.store)
+                    finish_removals(self.store, why_kept)
                 there, folder = committed_folder(self.store, step), own_steps(self.store).get(step)
                 if there is None:
                     raise NotCommitted(f"{self.store.url} has no committed step {step}.")
                 if folder != there or not is_removable(self.store, there):
                     raise BadInput(f"{self.store.url}/{there} is no step that Holdfast has saved there.")
-                remove_step(self.store, there)
+                remove_step(self.store, there, why_kept)
                 self._old.forget(there)
                 if committed_folder(self.store, step) is not None:
                     raise Conflict(

@@ -243,7 +243,7 @@ class RunFolder:
         # Asked also if the save is forced: all calls count.
         if not self.should_save(step) and not force:
             return None
-        behind = self._has_tier() or self._asynchronous
+        behind = self._saves_to_tier() or self._asynchronous
         if self._skips and behind and self._is_busy(step):
             return None
         left_out = self._settle(leave=self._in_flight - 1 if behind else 0, step=step)
@@ -272,6 +272,10 @@ class RunFolder:
     def _has_tier(self) -> bool:
         """Return whether all ranks have local folders."""
         return self._tier is not None and self._tier.begin(begin_call(self._job).lane("local")) is not None
+
+    def _saves_to_tier(self) -> bool:
+        """Return whether all ranks have local folders to save into."""
+        return self._tier is not None and self._tier.begin_save(begin_call(self._job).lane("local"))
 
     def _pending(self) -> list[int | None]:
         return [save.step for save in self._queue.saves if not save.done()]

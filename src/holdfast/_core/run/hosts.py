@@ -1,12 +1,16 @@
 """Which ranks share a local folder: those that see each other's files there, whatever their hosts are called.
 
-Each rank puts a file into its folder and tells its name; then it tells whose files it sees. Nothing else
-proves that two ranks share a folder: containers of one machine may have different ones under one path, and a
-folder may be a copy of another host's.
+Each rank puts a file into its folder and tells its name; then it tells whose files it sees. Paths and names
+of hosts prove nothing: containers of one machine may have different folders under one path, and a folder may
+be a copy of another host's.
+
+If a rank can't put a file there (a full disk, one mounted read-only), nothing is saved into local folders,
+but what they hold can still be restored. Then ranks share a folder that is the same inode of the same kernel.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -49,6 +53,8 @@ class Start(msgspec.Struct, frozen=True):
     """As `LocalCopy.folder`. A new name if the folder had none, or is a copy of another host's."""
     newest: str
     """The save of the run's newest step, as `local_copy.save_of`; "" if there was none."""
+    only_reads: str = ""
+    """Why nothing can be saved into the local folders; "" if it can."""
 
 
 def read_state(store: Store) -> FolderState | None:
@@ -84,9 +90,8 @@ def meet_on_hosts(store: Store, run: str, call: Call, newest: Callable[[], str])
             replace_file(store, mine, mine.encode())
         except HoldfastError as error:
             told = {"why": error.message}
-        files = agree(title, f"{run}|local|files", _files, call, told)
-        if isinstance(files, str):
-            return files
+        found: dict[str, str] | str = agree(title, f"{run}|local|files", _files, call, told)
+        files, only_reads = ({}, found) if isinstance(found, str) else (found, "")
         answer = agree(
             title, f"{run}|local|hosts", lambda all_: _hosts(all_, newest()), call, _seen(store, run, files)
         )
@@ -94,9 +99,9 @@ def meet_on_hosts(store: Store, run: str, call: Call, newest: Callable[[], str])
         with suppress(HoldfastError):
             store.delete(mine)
     if isinstance(answer, str):
-        return answer
+        return only_reads or answer
     host = next(host for host in answer["hosts"] if call.rank in host["ranks"])
-    return msgspec.convert({**answer, **host}, ready(Start))
+    return msgspec.convert({**answer, **host, "only_reads": only_reads}, ready(Start))
 
 
 def _files(told: dict[int, Json]) -> Json:
@@ -108,7 +113,8 @@ def _files(told: dict[int, Json]) -> Json:
 
 
 def _seen(store: Store, run: str, files: dict[str, str]) -> Json:
-    """Return which ranks' files this rank sees, and whose its folder is."""
+    """Return which ranks' files this rank sees, or, if there are none, which folder it has; and whose the
+    folder is."""
     try:
         names, state = set(store.list()), read_state(store)
     except HoldfastError as error:
@@ -117,7 +123,21 @@ def _seen(store: Store, run: str, files: dict[str, str]) -> Json:
         return {"why": f"{store.url} holds copies of another run, {state.run}"}
     seen = [int(rank) for rank, name in files.items() if name in names]
     folder, start = (state.folder, state.start) if state is not None else ("", 0)
-    return {"seen": sorted(seen), "folder": folder, "start": start}
+    place = "" if files else _place(store.url)
+    if not files and not place:
+        return {"why": f"{store.url} is not there"}
+    return {"seen": sorted(seen), "place": place, "folder": folder, "start": start}
+
+
+def _place(path: str) -> str:
+    """Return what no other folder of any host has; "" if this folder does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            kernel = file.read(64).strip()
+        found = os.stat(path)
+    except OSError:
+        return ""
+    return f"{kernel}/{found.st_dev}/{found.st_ino}"
 
 
 def _hosts(told: dict[int, Json], newest: str) -> Json:
@@ -128,7 +148,10 @@ def _hosts(told: dict[int, Json], newest: str) -> Json:
     groups: dict[tuple[int, ...], str] = {}
     for rank, one in sorted(told.items()):
         # Those that see each other, and the same others. A rank that sees what the others don't is alone.
-        same = tuple(other for other in one["seen"] if told[other]["seen"] == one["seen"])
+        if one["place"]:
+            same = tuple(other for other, its in sorted(told.items()) if its["place"] == one["place"])
+        else:
+            same = tuple(other for other in one["seen"] if told[other]["seen"] == one["seen"])
         groups.setdefault(same if rank in same else (rank,), one["folder"])
     hosts, taken = [], {""}
     for ranks, folder in groups.items():

@@ -3,6 +3,8 @@ tell nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from holdfast._core.run.owner import BEAT, is_gone, read_owner
 from holdfast._core.store.base import Store
 
@@ -48,3 +50,8 @@ class Leftovers:
         if attempt in self._others:
             return self._others[attempt]
         return "" if attempt in self._void else _UNKNOWN
+
+
+def why_kept(run: Store) -> Callable[[str], str]:
+    """Return `Leftovers.why_kept` of a run folder, whose owner file is read now."""
+    return Leftovers(run).why_kept

@@ -36,7 +36,7 @@ from holdfast._core.saving.request import PREVIOUS, SaveRequest
 from holdfast._core.store.base import Folder, Store, replace_file
 from holdfast._core.store.local import open_local
 from holdfast._core.store.run_folder import committed_folder, newest_steps, step_folder
-from holdfast.errors import BadInput, HoldfastError
+from holdfast.errors import BadInput, Conflict, HoldfastError
 
 log = logging.getLogger("holdfast")
 DURABLE = "durable"
@@ -94,12 +94,19 @@ class LocalTier:
             self._start = None
             found = meet_on_hosts(self.store, self.run.url, call, self._newest)
             self._ranks = call.participants
-            if isinstance(found, str):
+            why = found if isinstance(found, str) else found.only_reads
+            if why:
                 level = logging.WARNING if call.rank == call.participants[0] else logging.DEBUG
-                log.log(level, "local= is not used, so saves go to %s at once: %s", self.run.url, found)
-            else:
+                what = "is not used" if isinstance(found, str) else "is used to restore only"
+                log.log(level, "local= %s, so saves go to %s at once: %s", what, self.run.url, why)
+            if isinstance(found, Start):
                 self._start, self._base = found, found.newest
         return self._start
+
+    def begin_save(self, call: Call) -> bool:
+        """Return whether there are local folders to save into, for the same ranks, which all call it."""
+        start = self.begin(call)
+        return start is not None and not start.only_reads
 
     def _newest(self) -> str:
         # Without the run a save can still be committed locally; whether it is the newest can't be told then.
@@ -116,7 +123,7 @@ class LocalTier:
     def about(self) -> Message:
         """Return what the index of the next save says, in the run and in the local folders."""
         start = self._start
-        return {} if start is None else {SAVE: f"{start.name}.{self._number + 1}"}
+        return {} if start is None or start.only_reads else {SAVE: f"{start.name}.{self._number + 1}"}
 
     def count(self, number: int) -> None:
         """Note how many saves the rank that has counted most has counted: one may have left a save out."""
@@ -126,7 +133,7 @@ class LocalTier:
         """Return the save of a step: first into the local folders, if there are any. Called on all ranks, in
         the same order."""
         start = self._start
-        if start is None:
+        if start is None or start.only_reads:
             return SaveJob(request)
         assert request.step is not None
         call = request.call
@@ -148,6 +155,12 @@ class LocalTier:
         )
 
         def permit(tick: Callable[[], None], attempt: str) -> None:
+            if self._lease.is_of_others(user):
+                # Their copies have other names and another start, and would hide these, or be hidden.
+                raise Conflict(
+                    f"Another Checkpoints of this process saves into {self.store.url}.",
+                    hint="Close it first.",
+                )
             self._lease.hold(user, call.roster.job(), call.rank, takeover, tick)
             with self._writing:  # several saves may be under way
                 state = read_state(self.store)

@@ -6,6 +6,7 @@ import threading
 
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.old_steps import retire
+from holdfast._core.run.leftovers import why_kept
 from holdfast._core.store.base import Store
 from holdfast._core.store.retention import Retention, StepFacts, facts_of
 from holdfast._core.store.run_folder import own_steps
@@ -36,7 +37,9 @@ class OldSteps:
             self.damaged.discard(step)  # it was saved again
             self._passed.discard(folder)
             self.forget(folder)
-            for name in retire(self.store, self.rules, step, self._read_once, self.damaged, self._passed):
+            for name in retire(
+                self.store, self.rules, step, self._read_once, self.damaged, self._passed, why_kept
+            ):
                 self.forget(name)
 
     def forget(self, folder: str) -> None:

@@ -149,6 +149,11 @@ class Lease:
             self._write(_me(job, rank, took), tail)
             self._thread = start_thread(self._beat, "holdfast-owner", rank)
 
+    def is_of_others(self, user: object) -> bool:
+        """Return whether other users of this process need the folder, and this one does not yet."""
+        with self._lock:
+            return bool(self._users) and user not in self._users
+
     def _rewrite(self) -> bool:
         """Write the file anew, if it is still this process's; without reading it, which saves a request."""
         if self._mine is None or self._tail is None:

@@ -12,6 +12,7 @@ from holdfast._core.base.values import Message
 from holdfast._core.format.columns import Columns
 from holdfast._core.format.names import INDEX, METADATA, rank_in_name
 from holdfast._core.io.index_file import open_index
+from holdfast._core.io.removal import Named, named_by_index
 from holdfast._core.layout.patterns import selector
 from holdfast._core.protocol.operation import Operation
 from holdfast._core.saving.commit import Commit
@@ -55,10 +56,10 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
         return selected(name)
 
     # Deleted only after the commit (`SaveJob.tidy`). If the index can't be read, its data stays.
-    replaced: set[str] = set()
+    replaced = Named()
     if replaced_version is not None:
-        with suppress(HoldfastError), open_index(store) as index:
-            replaced = set(index.file_names())
+        with suppress(HoldfastError):
+            replaced = named_by_index(store)
     return Commit(
         store=store,
         title=request.title,
@@ -78,7 +79,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
         may_be_empty=request.may_be_empty,
         is_part=request.is_part,
         tick=operation.tick,
-        replaced_files=replaced,
+        replaced=replaced,
         before=compared,
     )
 

@@ -23,6 +23,7 @@ from holdfast._core.format.names import INDEX, WrittenFile, data_file
 from holdfast._core.io.file_writer import About, Indexes
 from holdfast._core.io.index_file import embedded_index, open_index
 from holdfast._core.io.on_threads import on_threads
+from holdfast._core.io.removal import Named
 from holdfast._core.plan.agreement import check_vanished
 from holdfast._core.plan.merge import Merger, same_tensors
 from holdfast._core.protocol.messages import Final, Written
@@ -109,8 +110,8 @@ class Commit:
     tick: Callable[[], None]
     may_be_empty: bool = False
     is_part: bool = False
-    replaced_files: set[str] = field(default_factory=set)
-    """Data files of the checkpoint that this one replaces."""
+    replaced: Named = field(default_factory=Named)
+    """What the index names that this one replaces."""
     before: Store | None = None
     """The checkpoint of the previous step, to check whether any tensor has changed."""
     own: Indexes = field(default_factory=dict)
@@ -195,7 +196,7 @@ class Commit:
             for part, file in enumerate(parts):
                 # Nothing outside of `data` is opened, nor a file of the checkpoint that is replaced.
                 own = data_file(str(self.about["attempt"]), rank, part)
-                if file.name != own or own in self.replaced_files:
+                if file.name != own or own in self.replaced.files:
                     raise SaveFailed(
                         f"{self.title}: rank {rank} reports a file named {file.name!r}; this attempt "
                         f"gives it the name {own!r}, and no older checkpoint has it.",

@@ -16,7 +16,8 @@ import msgspec
 from holdfast._core.base.values import Json
 from holdfast._core.format.names import WrittenFile, data_file
 from holdfast._core.io.file_writer import About, WriteRequest, discard, names_of, write_files
-from holdfast._core.io.old_steps import entries, remove_marks
+from holdfast._core.io.old_steps import remove_marks, remove_replaced
+from holdfast._core.io.references import can_refer
 from holdfast._core.io.unchanged import Earlier, recall, remember
 from holdfast._core.layout.tensor import Replica
 from holdfast._core.plan.save import plan_save
@@ -243,7 +244,9 @@ class SaveJob:
 
     def earlier(self) -> Earlier | None:
         """Return the previous save whose files can be linked; None if everything has to be written."""
-        return recall(self.store, self.rank) if self.options.link_unchanged else None
+        # Who removes the steps that this one refers to asks the owner of the run whether it may be committed.
+        usable = self.request.permit is not None or not can_refer(self.store)
+        return recall(self.store, self.rank) if self.options.link_unchanged and usable else None
 
     # -- commit -----------------------------------------------------------------------------------
 
@@ -275,7 +278,8 @@ class SaveJob:
     def is_moved(self) -> bool:
         """Return whether the files that this rank has written are gone."""
         with suppress(HoldfastError):
-            return bool(self.files) and all(self.store.stat(name) is None for name in names_of(self.files))
+            own = [file.name for file in self.files]
+            return bool(own) and all(self.store.stat(name) is None for name in own)
         return False
 
     def mark(self) -> None:
@@ -291,9 +295,7 @@ class SaveJob:
         `request.after`."""
         assert self.commit is not None
         # Not before the commit: until the new index is durable, a crash must leave the old checkpoint whole.
-        with suppress(HoldfastError):  # `holdfast prune` removes what is left
-            for name in entries(self.store, self.commit.replaced_files - set(self.commit.file_names)):
-                self.store.delete(name)
+        remove_replaced(self.store, self.commit.replaced, but=self.commit.file_names)
         if self.request.after is not None:
             with suppress(HoldfastError):
                 self.request.after()
@@ -302,7 +304,7 @@ class SaveJob:
         """Delete this rank's files after a failure, if no index can refer to them."""
         # None: storage does not tell, so nothing is deleted.
         if self.files and is_of_attempt(self.store, self.attempt) is False:
-            discard(self.store, names_of(self.files))
+            discard(self.store, names_of(self.files), (self.attempt, self.rank))
 
 
 def save(

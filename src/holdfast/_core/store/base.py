@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol, cast
 
 from holdfast._core.base.deadline import Deadline
 from holdfast._core.base.values import Buffer
+from holdfast._core.format.names import split_reference
 from holdfast.errors import BadInput, StorageError
 
 VISIBLE_WITHIN = 75.0
@@ -136,6 +137,9 @@ class Capabilities(NamedTuple):
     pins: bool = False
     """A file that was finished is in each later list, and the `modified` of small files is the time of their
     last write, by one clock. So a small file can say that a step is being read (`store.pins`)."""
+    references: bool = False
+    """Its `open`, `stat` and `stat_files` follow references to data files of the steps beside it
+    (`format.names.reference`), and its `parent()` returns the folder that it lies in."""
     reopens: bool = False
     """`open_store(url)` opens it in the writer process, too. A thread of the trainer writes to others."""
 
@@ -210,6 +214,10 @@ class LinkingStore(Store, Protocol):
     def link(self, path: str, source: str) -> None: ...
 
 
+class _ReferringStore(Store, Protocol):
+    def parent(self) -> Store: ...
+
+
 class _SizedStore(Store, Protocol):
     def create(self, path: str, size: int = 0) -> Writer: ...
 
@@ -251,6 +259,11 @@ def open_at(store: Store, path: str, first: int) -> Reader:
     )
 
 
+def parent(store: Store) -> Store:
+    """Return the folder that one of a store with `Capabilities.references` lies in."""
+    return cast("_ReferringStore", store).parent()
+
+
 def bounded(store: Store, deadline: Deadline) -> Store:
     """Return the same folder as a store whose requests end at a deadline, if it has requests to end."""
     return cast("_BoundedStore", store).bounded(deadline) if capabilities(store).bounded else store
@@ -284,6 +297,12 @@ def checked(path: str) -> str:
     """Return a relative path. Raises BadInput if it leaves the store."""
     # Some names come from indexes, which an attacker may have written.
     parts = path.split("/")
+    if (referred := split_reference(path)) is not None:
+        raise BadInput(
+            f"{path!r} is a data file of another step: the checkpoint that names it is not complete by "
+            "itself, and only in an object store Holdfast follows such names.",
+            hint=f"Load it in the bucket that it was saved in, with {referred[0]} beside it.",
+        )
     if not path or "\0" in path or path.startswith("/") or any(part in ("", ".", "..") for part in parts):
         raise BadInput(f"{path!r} is not a path inside a store.")
     return path

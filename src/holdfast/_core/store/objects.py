@@ -13,6 +13,7 @@ from functools import partial
 
 from holdfast._core.base.deadline import Deadline
 from holdfast._core.base.values import Buffer
+from holdfast._core.format.names import split_reference
 from holdfast._core.store.base import (
     VERSION_BYTES,
     Capabilities,
@@ -26,6 +27,7 @@ from holdfast._core.store.object_client import Client, Meta, client_of, library
 from holdfast._core.store.object_errors import status_of
 from holdfast._core.store.object_publish import PROBE, library_delete, publish, version_in
 from holdfast._core.store.object_writer import ObjectWriter
+from holdfast._core.store.run_folder import is_spelled_as_ours
 from holdfast.errors import BadInput, Conflict, StorageError
 
 HEAD = 64 << 10
@@ -124,6 +126,7 @@ class ObjectStore:
         reads=16 << 20,
         bounded=True,
         pins=True,
+        references=True,
     )
 
     def __init__(self, client: Client, prefix: str, deadline: Deadline | None = None) -> None:
@@ -133,11 +136,36 @@ class ObjectStore:
     def _key(self, path: str) -> str:
         return f"{self._prefix}/{checked(path)}" if self._prefix else checked(path)
 
+    def _key_to_read(self, path: str) -> str:
+        """Return the key of a file, or of one that a reference names."""
+        if (referred := split_reference(path)) is None:
+            return self._key(path)
+        above, _, own = self._prefix.rpartition("/")
+        if not is_spelled_as_ours(own):
+            raise BadInput(
+                f"{self.url} names a data file of {referred[0]}, which only a step of a run may do: it was "
+                "copied or renamed.",
+                hint="Load the step that it was copied from.",
+            )
+        return "/".join(filter(None, (above, *referred)))
+
+    def parent(self) -> ObjectStore:
+        return ObjectStore(self._client, self._prefix.rpartition("/")[0], self._deadline)
+
     def bounded(self, deadline: Deadline) -> ObjectStore:
         return ObjectStore(self._client, self._prefix, deadline)
 
     def open(self, path: str, first: int = 0) -> ObjectReader:
-        return ObjectReader(self._client, self._key(path), self._deadline, first)
+        try:
+            return ObjectReader(self._client, self._key_to_read(path), self._deadline, first)
+        except NotFound:
+            if (referred := split_reference(path)) is None:
+                raise
+            raise NotFound(
+                f"{self.url} is not complete by itself: it names {referred[1]} of {referred[0]}, which is "
+                "not beside it.",
+                hint="If it was copied, load it where it was saved; of a whole run a copy is complete.",
+            ) from None
 
     def create(self, path: str, size: int = 0) -> ObjectWriter:
         return ObjectWriter(self._client, self._key(path), size, self._deadline)
@@ -169,10 +197,11 @@ class ObjectStore:
     def stat(self, path: str = "") -> Entry | None:
         if path and (entry := self.stat_files([path])[0]) is not None:
             return entry
-        return Entry(Kind.FOLDER, 0, 0.0) if self._first(self._key(path) if path else self._prefix) else None
+        key = self._key_to_read(path) if path else self._prefix
+        return Entry(Kind.FOLDER, 0, 0.0) if self._first(key) else None
 
     def stat_files(self, paths: Sequence[str]) -> list[Entry | None]:
-        keys = [self._key(path) for path in paths]
+        keys = [self._key_to_read(path) for path in paths]
 
         def look(key: str) -> Entry | None:
             try:

@@ -57,6 +57,9 @@ _DELETED_WITHIN = 1.0
 """Seconds for which the end of a read waits for the deletion."""
 _AT_EXIT = 5.0
 """Seconds for which the end of a process waits for all deletions."""
+CLAIM = "ref-"
+"""Begins the name of a file by which a later step refers to data of this one
+(`holdfast._core.io.references`): no pin, as it does not keep the index."""
 _NOW = "now-"
 """Begins the name of a file that is written to ask for the time."""
 NOT_PINNED = (
@@ -137,7 +140,7 @@ def is_pinned(store: Store) -> bool:
     pin of a process that was killed counts until the step is removed: nothing is written to find that out."""
     if capabilities(store).pins:
         with suppress(HoldfastError):
-            return bool(store.list(PINS))
+            return not all(name.startswith(CLAIM) for name in store.list(PINS))
     if not capabilities(store).locks:
         return False
     with suppress(HoldfastError), closing(_open(store)) as reader:
@@ -192,8 +195,11 @@ class _PinFile:
                 self._ended.set()
                 return
             with suppress(StorageError):  # the next renewal may succeed
-                before, self._name = self._name, _write(self._bounded(), "")
-                self._bounded().delete(before)
+                self._renew()
+
+    def _renew(self) -> None:
+        before, self._name = self._name, _write(self._bounded(), "")
+        self._bounded().delete(before)
 
     def _delete(self) -> None:
         with suppress(HoldfastError):  # then it counts until it expires
@@ -246,10 +252,12 @@ def _write(store: Store, prefix: str) -> str:
     return path
 
 
-def has_live_pin(store: Store) -> bool:
+def has_live_pin(store: Store, names: list[str] | None = None) -> bool:
     """Return whether a process reads the step in a folder. If none does, deletes what others have left.
-    Raises StorageError if storage does not tell."""
-    paths = [f"{PINS}/{name}" for name in store.list(PINS)]
+    Raises StorageError if storage does not tell. names: what its folder of pins holds, if it was just
+    listed."""
+    names = store.list(PINS) if names is None else names
+    paths = [f"{PINS}/{name}" for name in names if not name.startswith(CLAIM)]
     if not paths:
         return False
     asked = _write(store, _NOW)
@@ -261,6 +269,8 @@ def has_live_pin(store: Store) -> bool:
             store.delete(asked)
     if now is None:
         raise StorageError(f"{store.url}/{asked} was written, and is not there.")
+    if None in found.values() and {f"{PINS}/{name}" for name in store.list(PINS)} - {asked, *paths}:
+        return True  # a pin that has gone may have been renewed meanwhile, under another name
     counts = {
         path
         for path, entry in found.items()

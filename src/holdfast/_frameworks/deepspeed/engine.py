@@ -36,6 +36,7 @@ from holdfast._frameworks.deepspeed.checkpoint import (
 )
 from holdfast._frameworks.deepspeed.elements import Elements
 from holdfast._frameworks.deepspeed.torch_file import TorchFileTensor
+from holdfast._frameworks.folders import refuse_url
 from holdfast._frameworks.patching import Replacement
 from holdfast._frameworks.settings import Settings
 from holdfast.errors import BadInput, MissingTensors
@@ -54,7 +55,7 @@ _FLATS = (
 
 
 def replacements(settings: Settings) -> Iterator[Replacement]:
-    """Yield the replacement of the engine's load."""
+    """Yield the replacement of the engine's load, and of its saves, which are given no URL."""
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
@@ -65,12 +66,27 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
             *args: object,
             **named: object,
         ) -> object:
+            refuse_url(load_dir, "DeepSpeedEngine.load_checkpoint")
             with _repartitioned(self, load_dir, tag):
                 return original(self, load_dir, tag, *args, **named)
 
         return load_checkpoint
 
-    yield Replacement("deepspeed.runtime.engine", "DeepSpeedEngine.load_checkpoint", "checkpoints", make)
+    place = "deepspeed.runtime.engine"
+    yield Replacement(place, "DeepSpeedEngine.load_checkpoint", "checkpoints", make)
+    for name in ("save_checkpoint", "save_16bit_model"):
+        yield Replacement(place, f"DeepSpeedEngine.{name}", "checkpoints", _to_paths)
+
+
+def _to_paths(original: Callable[..., object]) -> Callable[..., object]:
+    """Make a save of the engine that refuses URLs."""
+
+    @wraps(original)
+    def save(self: Engine, save_dir: str | os.PathLike[str], *args: object, **named: object) -> object:
+        refuse_url(save_dir, f"DeepSpeedEngine.{original.__name__}")
+        return original(self, save_dir, *args, **named)
+
+    return save
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from holdfast._core.protocol.job import Job, job_of
 from holdfast._core.protocol.operation import agree, read_state
 from holdfast._core.saving.job import SaveJob
 from holdfast._core.state.leaf import Flat, Leaf
-from holdfast._core.store.base import Store
+from holdfast._core.store.base import Folder, Store
 from holdfast._core.store.local import open_store
 from holdfast._core.store.run_folder import step_of
 from holdfast._frameworks.arguments import taking_those_of
@@ -127,7 +127,7 @@ def save(
 @taking_those_of(mcore.stock("load"))
 def load(
     sharded_state_dict: mcore.StateDict,
-    checkpoint_dir: str | os.PathLike[str],
+    checkpoint_dir: Folder,
     sharded_strategy: object = None,
     common_strategy: object = None,
     validate_access_integrity: bool = True,
@@ -155,7 +155,7 @@ def load(
     of it, the missing and the unexpected keys. Raises `HoldfastError`s.
     """
     note_strategies(sharded_strategy, common_strategy)
-    store, job = open_store(os.fspath(checkpoint_dir)), job_of(job)
+    store, job = open_store(checkpoint_dir), job_of(job)
     if process_group is not None:
         job = replace(job, participants=process_group)
     call = begin_call(job)

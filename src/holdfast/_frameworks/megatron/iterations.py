@@ -98,6 +98,7 @@ class Checkpoints(RunFolder):
         *,
         like: str | os.PathLike[str],
         dtype: str | None = None,
+        quantize: str | None = None,
         strict: bool = True,
     ) -> ExportReport:
         """Export an iteration's weights to a folder that transformers loads.
@@ -115,6 +116,7 @@ class Checkpoints(RunFolder):
             open_local(out, "export"),
             call,
             dtype=dtype,
+            quantize=quantize,
             strict=strict,
         )
 

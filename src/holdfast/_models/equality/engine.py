@@ -24,9 +24,10 @@ from holdfast._core.ready import ready
 from holdfast._core.state.memory import TensorMemory, spec_of
 from holdfast._models.equality.fingerprints import SumsTask
 from holdfast._models.equality.parts import EngineFingerprint, PartSums
-from holdfast._models.views.family import language_model, sizes_of
+from holdfast._models.views.family import language_model
 from holdfast._models.views.forms import ZERO, EngineForms, Layer, Misfit, Modules, forms_of, modules
 from holdfast._models.views.reordered import as_published
+from holdfast._models.views.sizes import sizes_of
 from holdfast.errors import BadInput
 
 _STATE = "vllm.distributed.parallel_state"

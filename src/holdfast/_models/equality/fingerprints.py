@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -153,7 +154,7 @@ class SumsTask(CollectiveTask):
             self._report.specs[spec.name] = (spec.dtype, spec.shape)
             replica = self._table.replicas[row]
             is_copy = replica is not None and replica[0] > 0
-            sums = (known[row], []) if row in known else self._sums(row)
+            sums = known[row] if row in known else self._sums(row)
             self._report.rows.append((spec.name, box.offset, box.shape, is_copy, *sums))
         # A digest instead of the rows, because data-parallel ranks usually have the same rows.
         rows_digest = hex_digest(digest(msgspec.json.encode(self._report.rows)))
@@ -232,60 +233,85 @@ def add_specs(known: Specs, rank: int, specs: Mapping[str, tuple[int, Dims]]) ->
             )
 
 
+@dataclass(slots=True)
+class _BoxSums:
+    """A box of a tensor."""
+
+    rank: int
+    """The first that has it."""
+    sums: tuple[int, int]
+    rounded: list[Numbers]
+    """The sums in less exact dtypes."""
+    owner: int | None = None
+    """The first rank that has it other than as a declared copy."""
+    copier: int | None = None
+    """The first rank that has it as a declared copy."""
+
+
 class Whole:
     """The sums of all ranks."""
 
     def __init__(self) -> None:
         self._specs: Specs = {}
-        self._sums: dict[tuple[str, Box], tuple[int, tuple[int, int], list[Numbers]]] = {}
-        """By name and box: the first rank with the box, and its sums, also in less exact dtypes."""
-        self._boxes: dict[str, dict[Box, int]] = {}
-        """By name: boxes other than declared copies, each with the first rank that has it."""
-        self._copies: dict[str, dict[Box, int]] = {}
-        """The same for declared copies."""
+        self._parts: dict[str, dict[tuple[Dims, Dims], _BoxSums]] = {}
+        """By name, and offset and shape of the box."""
 
     def add(self, rank: int, rows: RankSums) -> None:
         add_specs(self._specs, rank, rows.specs)
         for name, offset, shape, is_copy, mine, rounded in rows.rows:
-            box = Box(offset, shape)
-            first, sums, _ = self._sums.setdefault((name, box), (rank, mine, rounded))
-            (self._copies if is_copy else self._boxes).setdefault(name, {}).setdefault(box, rank)
-            if sums != mine:
+            parts = self._parts.get(name)
+            if parts is None:
+                parts = self._parts[name] = {}
+            part = parts.get((offset, shape))
+            if part is None:
+                part = parts[offset, shape] = _BoxSums(rank, mine, rounded)
+            if is_copy:
+                part.copier = rank if part.copier is None else part.copier
+            elif part.owner is None:
+                part.owner = rank
+            if part.sums != mine:
                 raise ReplicaMismatch(
-                    f"Ranks {first} and {rank} hold different elements of {name!r}.",
+                    f"Ranks {part.rank} and {rank} hold different elements of {name!r}.",
                     rank=rank,
                     hint="If every rank has its own value, give it a name of its own.",
-                    details={"tensor": name, "ranks": [first, rank]},
+                    details={"tensor": name, "ranks": [part.rank, rank]},
                 )
 
     def result(self) -> dict[str, Fingerprint]:
-        fingerprints = {}
-        for name in sorted(self._specs):
-            rank, (dtype, shape) = self._specs[name]
-            boxes = self._boxes.get(name, {})
-            check_covered(name, shape, [box for box in boxes if box.volume], rank)
-            for box, holder in self._copies.get(name, {}).items():
-                if box not in boxes and box.volume:
-                    raise ReplicaMismatch(
-                        f"Rank {holder} declares a copy of {name!r} at {list(box.offset)}, of shape "
-                        f"{list(box.shape)}, that is cut otherwise than on the ranks that hold it first: the "
-                        "two can't be compared.",
-                        rank=holder,
-                        hint="Replicas must be cut alike.",
-                        details={"tensor": name, "ranks": [rank, holder]},
-                    )
-            parts = [self._sums[name, box] for box in boxes]
-            value = total([sums for _, sums, _ in parts])
-            rounded = rounded_of(dtype, [numbers for _, _, numbers in parts])
-            fingerprints[name] = Fingerprint(DTYPES[dtype].name, shape, value, rounded)
-        return fingerprints
+        return {name: self._of(name, *self._specs[name]) for name in sorted(self._specs)}
+
+    def _of(self, name: str, rank: int, spec: tuple[int, Dims]) -> Fingerprint:
+        dtype, shape = spec
+        parts = self._parts.get(name, {})
+        if len(parts) == 1:
+            (((_, side), part),) = parts.items()
+            if side == shape and part.owner is not None:  # whole, as most of 100,000 tensors
+                rounded = rounded_of(dtype, [part.rounded]) if part.rounded else {}
+                return Fingerprint(DTYPES[dtype].name, shape, total([part.sums]), rounded)
+        mine = [part for part in parts.values() if part.owner is not None]
+        boxes = [Box(*box) for box, part in parts.items() if part.owner is not None]
+        check_covered(name, shape, [box for box in boxes if box.volume], rank)
+        for box, part in parts.items():
+            if part.owner is None and Box(*box).volume:
+                raise ReplicaMismatch(
+                    f"Rank {part.copier} declares a copy of {name!r} at {list(box[0])}, of shape "
+                    f"{list(box[1])}, that is cut otherwise than on the ranks that hold it first: the "
+                    "two can't be compared.",
+                    rank=part.copier,
+                    hint="Replicas must be cut alike.",
+                    details={"tensor": name, "ranks": [rank, part.copier]},
+                )
+        rounded = rounded_of(dtype, [part.rounded for part in mine])
+        return Fingerprint(DTYPES[dtype].name, shape, total([part.sums for part in mine]), rounded)
 
 
 def total(parts: Sequence[tuple[int, int]]) -> str:
     """Return the fingerprint of a tensor from the sums of its parts."""
-    first = sum(one for one, _ in parts) % (1 << 64)
-    second = sum(other for _, other in parts) % (1 << 64)
-    return f"{first:016x}{second:016x}"
+    first = second = 0
+    for one, other in parts:
+        first += one
+        second += other
+    return f"{first % (1 << 64):016x}{second % (1 << 64):016x}"
 
 
 def check_covered(name: str, shape: Dims, boxes: list[Box], rank: int) -> None:

@@ -36,6 +36,7 @@ from holdfast._core.layout.tensor import (
 from holdfast._core.plan.agreement import what
 from holdfast._core.protocol.call import check_names
 from holdfast._core.state.memory import torch_dtype
+from holdfast._models.equality.adapted import alternatives, merge_told, side_with_adapter
 from holdfast._models.equality.eight_bits import goes_with, multiplied
 from holdfast._models.equality.name_prefix import leave_out_prefix
 from holdfast._models.equality.pairs import Pair, Region
@@ -96,6 +97,8 @@ def same(
     if swapped:
         only = only[::-1]
         unlike = [msgspec.structs.replace(one, a=one.b, b=one.a) for one in unlike]
+    adapted = side_with_adapter((lead, other))
+    merge = "" if adapted is None else merge_told((lead, other)[1 - adapted].where, work.changed, unlike)
     return Same(
         first.where,
         second.where,
@@ -108,6 +111,7 @@ def same(
         work.rounded,
         work.bytes_read,
         tuple(sorted(work.not_in_engine)),
+        merge,
         first.prefix,
         second.prefix,
         work.by_fingerprints,
@@ -123,6 +127,8 @@ class _Comparison:
         self._live = isinstance(lead, LiveSide)
         self._view = other.published.view_if_known if other.published is not None else None
         self.equal = self.bytes_read = self.by_fingerprints = 0
+        self.changed = 0
+        """Number of compared tensors that the adapter of a side changes."""
         self.converted: dict[str, str] = {}
         self.rounded: dict[str, str] = {}
         self._unscaled: set[str] = set()
@@ -322,12 +328,40 @@ class _Comparison:
             raise self._of_two_dtypes(pair.specs[0].name, *pair.regions[0].stored, "has NaN, and ")
         if (mine, theirs) == (None, None) or unsure or (differ and self._where):
             differ, elements, first = self._elements(pair, self._lead, self._other)
-        if not differ:
+        texts = [self._text(pair, place) for place in range(2)]
+        merged = self._merged(pair, (mine, theirs), differ)
+        if not differ or merged == "":
             self.equal += 1
             return
-        texts = [self._text(pair, place) for place in range(2)]
         ranks = self._wrong_ranks(pair, (mine, theirs))
-        self.unlike.append(Unlike(pair.specs[0].name, texts[0], texts[1], elements, first, *ranks))
+        self.unlike.append(
+            Unlike(pair.specs[0].name, texts[0], texts[1], elements, first, *ranks, merged or "")
+        )
+
+    def _merged(self, pair: Pair, prints: tuple[str | None, str | None], differ: bool) -> str | None:
+        """Count a tensor that a side's adapter changes. Return how else it was merged, if the two differ:
+        "" for another right way, None if no way is found."""
+        sides, place = (self._lead, self._other), side_with_adapter((self._lead, self._other))
+        if place is None:
+            return None
+        side = sides[place]
+        assert isinstance(side, FolderSide)
+        assert side.published is not None
+        spec = pair.specs[0]
+        ways = list(alternatives(pair, place, side.published, {spec.name} | self._parts(spec)))
+        self.changed += bool(ways)
+        for way in ways if differ else ():
+            merged = side.merging(way.times)
+            self._lost.clear()
+            if isinstance(sides[1 - place], LiveSide):
+                (region,) = way.pair.regions
+                found = self._box_sums(merged, place, way.pair, region, region.box) != prints[1 - place]
+            else:
+                both = (merged, self._other) if place == 0 else (self._lead, merged)
+                found, _, _ = self._elements(way.pair, *both)
+            if not found and not self._lost:
+                return way.words
+        return None
 
     def _wrong_ranks(self, pair: Pair, prints: tuple[str | None, str | None]) -> tuple[Dims, bool]:
         """Return the ranks of an engine that hold wrong elements (`parts.wrong_ranks`)."""
@@ -347,8 +381,13 @@ class _Comparison:
 
     def _text(self, pair: Pair, place: int) -> str:
         """Describe a tensor in one place, and which values of the other place it can't hold."""
-        spec = pair.specs[place]
+        spec, side = pair.specs[place], (self._lead, self._other)[place]
         text = what(spec)
+        if side.published is not None and spec.dtype != IN_8_BITS:
+            names = self._parts(spec) or {spec.name}
+            places = filter(None, map(side.published.place, names))
+            if any(stored.code == IN_8_BITS for stored in places):
+                text += f", rounded there to {DTYPES[IN_8_BITS].name} with scales"
         if self._lost and all(region.stored[place] == region.dtype for region in pair.regions):
             text += f", in which values of the other place {' or '.join(sorted(self._lost))}"
         return text

@@ -1,7 +1,4 @@
-"""Sums of shards that would take long one by one, or element by element: many small ones, transposed ones.
-
-Only for dtypes that no other is less exact than: elsewhere the elements are rounded, too.
-"""
+"""Sums of shards that would take long one by one, or element by element: many small ones, transposed ones."""
 
 from __future__ import annotations
 
@@ -16,10 +13,11 @@ from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import DTYPES
 from holdfast._core.plan.shard_table import Memory, ShardTable
 from holdfast._core.state.memory import TensorMemory
-from holdfast._models.equality.rounding import less_exact_than
+from holdfast._models.equality.rounding import Numbers, less_exact_than, rounded_of_each
 
-_SMALL, _STACK = 64 << 10, 4 << 20
-"""Bytes of a shard that is summed together with others, and bytes of all of these."""
+_SMALL, _STACK = 64 << 10, 1 << 20
+"""Bytes of a shard that is summed together with others, and bytes of all of these, few enough for the
+cache."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -27,28 +25,29 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 def small_sums(
     table: ShardTable, rows: Sequence[int], tick: Callable[[], None]
-) -> dict[int, tuple[int, int]]:
-    """Return the sums of those rows of which several are alike: small, and of one dtype, shape and place."""
+) -> dict[int, tuple[tuple[int, int], list[Numbers]]]:
+    """Return the sums of those rows of which several are alike: small, and of one dtype, shape and place; and
+    those in less exact dtypes."""
     alike: dict[tuple[int, Box, torch.device], list[tuple[int, torch.Tensor]]] = {}
     small: dict[tuple[int, Box], bool] = {}
     for row in rows:
         memory, kind = table.memory[row], (table.specs[row].dtype, table.boxes[row])
         if kind not in small:
-            code, box = kind
-            small[kind] = 0 < box.volume * DTYPES[code].size <= _SMALL and not less_exact_than(code)
+            small[kind] = 0 < kind[1].volume * DTYPES[kind[0]].size <= _SMALL
         if small[kind] and isinstance(memory, TensorMemory) and type(memory.tensor) in _PLAIN:
             alike.setdefault((*kind, memory.tensor.device), []).append((row, memory.tensor))
-    found: dict[int, tuple[int, int]] = {}
+    found: dict[int, tuple[tuple[int, int], list[Numbers]]] = {}
     for (code, box, _), these in alike.items():
         size = DTYPES[code].size
         step = max(_STACK // (box.volume * size), 1)
         for first in range(0, len(these) if len(these) > 1 else 0, step):
             some = these[first : first + step]
             with torch.no_grad():
-                stack = torch.stack([tensor for _, tensor in some]).cpu()
-            sums = sums_of_each(stack.reshape(-1).view(torch.uint8).numpy(), size, box)
-            for (row, _), (one, other) in zip(some, sums.tolist(), strict=True):
-                found[row] = one, other
+                stack = torch.stack([tensor for _, tensor in some]).cpu().reshape(len(some), -1)
+            sums = sums_of_each(stack.view(torch.uint8).numpy(), size, box).tolist()
+            rounded = rounded_of_each(code, stack, box)
+            for (row, _), pair, numbers in zip(some, sums, rounded, strict=True):
+                found[row] = tuple(pair), numbers
             tick()
     return found
 
@@ -57,6 +56,7 @@ def turned_sums(memory: Memory, code: int, box: Box, tick: Callable[[], None]) -
     """Return the sums of a shard whose rows lie across memory, as those of a transposed tensor; None if it is
     no such shard."""
     size = DTYPES[code].size
+    # Elements of a dtype that another is less exact than are rounded, too.
     if not isinstance(memory, TensorMemory) or memory.address or size > 8 or less_exact_than(code):
         return None
     tensor = memory.tensor.detach()

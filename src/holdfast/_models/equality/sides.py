@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
@@ -92,7 +93,8 @@ class FolderSide:
 
     @property
     def where(self) -> str:
-        return self.store.url
+        adapter = self.published.adapter if self.published is not None else None
+        return self.store.url if adapter is None else f"{self.store.url} with {adapter.url}"
 
     @property
     def published(self) -> PublishedModel | None:
@@ -135,7 +137,17 @@ class FolderSide:
             used = np.unique(columns.file).tolist()
             files = [(columns.file_names[file], int(columns.file_size[file])) for file in used]
             check_files(self.store, files, embedded=True)
-        return {name.removeprefix(self.prefix): text_of(sums) for name, sums in known.items()}
+        changed = self.published.changes if self.published is not None else {}
+        return {
+            name.removeprefix(self.prefix): text_of(sums)
+            for name, sums in known.items()
+            if name not in changed
+        }
+
+    def merging(self, times: int) -> FolderSide:
+        """Return the same published model with its adapter merged so often."""
+        assert self.published is not None
+        return FolderSide(self.store, cast(Source, self.published.merging(times)))
 
     def read(self, spec: TensorSpec, box: Box, dtype: int) -> torch.Tensor:
         spec = spec._replace(name=self.stored_name(spec.name))

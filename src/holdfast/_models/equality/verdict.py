@@ -28,6 +28,9 @@ class Unlike(msgspec.Struct, frozen=True):
     """Of an engine: the ranks that hold the wrong elements; if `surely` is False, the ranks of which one or
     more do."""
     surely: bool = False
+    adapter: str = ""
+    """Of a tensor that an adapter on one side changes: "left out" if the other side holds exactly the base
+    model's, "twice" if it holds that with the adapter merged twice; "" if neither is proven."""
 
     @property
     def where(self) -> str:
@@ -58,6 +61,8 @@ class Same(msgspec.Struct, frozen=True):
     not_in_engine: tuple[str, ...] = ()
     """Beside an engine, published tensors of layers that predict further tokens, which it has in another
     model. They were not compared."""
+    merge: str = ""
+    """What is proven of the merge of an adapter on the other side, in words (`Unlike.adapter`)."""
     prefix_a: str = ""
     """What names begin with in that place, such as `model.`, and are named without here."""
     prefix_b: str = ""
@@ -69,6 +74,8 @@ class Same(msgspec.Struct, frozen=True):
         if not self.same:
             said = [f"different: {_tensors(len(self.different))}", f"equal: {self.equal}"]
             said += [f"only in {self.a}: {len(self.only_a)}", f"only in {self.b}: {len(self.only_b)}"]
+        if self.merge:
+            said.append(self.merge)
         if wrong := [one for one in self.different if one.ranks]:
             said.append(listed([f"{one.name!r} on {one.where}" for one in wrong], str, _SHOWN))
         # "The same" must not be mistaken for equality of the more exact values.

@@ -16,6 +16,7 @@ from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.state.memory import ShiftedMemory, TensorMemory, torch_dtype
 from holdfast._core.store.base import Store
 from holdfast._models.huggingface.published_tensors import PublishedTensor
+from holdfast._models.huggingface.quantizing import QuantizedTensor
 from holdfast._models.views.mapping import MINUS_ONE, Segment
 from holdfast._models.views.reordered import as_ours
 
@@ -36,7 +37,30 @@ def assemble(
 ) -> list[memoryview]:
     """Read and assemble parts of published tensors in `memory`, and return the bytes of each."""
     memory.reset()
-    table, targets = ShardTable(), [_target(part, memory) for part in parts]
+    targets = [_target(part, torch_dtype(part.tensor.code), memory) for part in parts]
+    _fill(store, index, parts, targets)
+    for part, target in zip(parts, targets, strict=True):
+        part.tensor.check_cast(target)
+    return [_bytes_of(target) for target in targets]
+
+
+def assemble_quantized(
+    store: Store, index: Index, tensor: QuantizedTensor, box: Box, memory: ScratchBuffer
+) -> tuple[memoryview, memoryview]:
+    """Read whole rows of blocks of a tensor in `memory`, in float32, and return the bytes of its elements in
+    8 bits and of their scales."""
+    memory.reset()
+    part = PublishedPart(tensor, box)
+    target = _target(part, torch.float32, memory)
+    _fill(store, index, [part], [target])
+    elements, scales = tensor.quantize(target)
+    return _bytes_of(elements), _bytes_of(scales)
+
+
+def _fill(
+    store: Store, index: Index, parts: Sequence[PublishedPart], targets: Sequence[torch.Tensor]
+) -> None:
+    table = ShardTable()
     for (tensor, box), target in zip(parts, targets, strict=True):
         for spec, segment in tensor.pieces:
             seen = box
@@ -44,18 +68,19 @@ def assemble(
                 seen = Box((*box.offset, 0), (*box.shape[:-1], *segment.whole[-2:]))
             _add(table, spec, segment, target.view(seen.shape), seen)
     fill_rows(store, index, table)
-    for part, target in zip(parts, targets, strict=True):
-        part.tensor.check_cast(target)
-    return [target.view(-1).view(torch.uint8).numpy().data for target in targets]
 
 
-def _target(part: PublishedPart, slab: ScratchBuffer) -> torch.Tensor:
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _target(part: PublishedPart, dtype: torch.dtype, memory: ScratchBuffer) -> torch.Tensor:
     """Return memory for a part; reused, because new memory costs as much as a copy."""
-    dtype, shape = torch_dtype(part.tensor.code), part.box.shape
-    memory = slab.take(part.nbytes) if part.nbytes else None
-    if memory is None:  # nothing, or many small parts, whose alignment gaps add up
+    shape, size = part.box.shape, part.box.volume * dtype.itemsize
+    taken = memory.take(size) if size else None
+    if taken is None:  # nothing, or many small parts, whose alignment gaps add up
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(taken, dtype=dtype).view(shape)
 
 
 def _add(table: ShardTable, spec: TensorSpec, segment: Segment, target: torch.Tensor, part: Box) -> None:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import msgspec
@@ -28,7 +28,7 @@ from holdfast._core.io.host_memory import ScratchBuffer, batches
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.on_threads import on_threads
 from holdfast._core.layout.box import cut, whole
-from holdfast._core.layout.tensor import DTYPES, FLOATS
+from holdfast._core.layout.tensor import CODE_OF, DTYPES, FLOATS
 from holdfast._core.loading.alike import hold_the_same
 from holdfast._core.protocol.call import Call, begin_call
 from holdfast._core.protocol.job import Job, job_of
@@ -39,13 +39,14 @@ from holdfast._core.store.filesystem import make_durably
 from holdfast._core.store.local import LocalStore, open_local, open_store
 from holdfast._core.store.pins import Pin
 from holdfast._models.conversion.folder import carried, put_files, refuse_changed
-from holdfast._models.huggingface.assembling import PublishedPart, assemble
+from holdfast._models.huggingface.assembling import PublishedPart, assemble, assemble_quantized
 from holdfast._models.huggingface.published_tensors import (
     ModelPart,
     PublishedTensor,
     plan_export,
     share_among_files,
 )
+from holdfast._models.huggingface.quantizing import METHODS, QuantizedTensor, configuration, quantized
 from holdfast._models.huggingface.whole_files import WholeFiles
 from holdfast._models.views import hub_format as hf
 from holdfast.errors import BadInput
@@ -86,6 +87,7 @@ def export_huggingface(
     *,
     like: str | os.PathLike[str],
     dtype: str | None = None,
+    quantize: str | None = None,
     file_bytes: int = FILE_BYTES,
     strict: bool = True,
     prefix: str | None = None,
@@ -102,6 +104,8 @@ def export_huggingface(
         weights, the exported names and shapes must be the same.
     dtype: of floating-point weights, such as "bfloat16"; None: as in `like`, but never more exact than they
         are stored. A router's bias stays as it is stored.
+    quantize: "fp8" writes linear layers in float8_e4m3fn, with a scale in float32 for each block of 128 rows
+        and columns; None: `dtype`. If `like` has tensors in 8 bits, these are the ones, in blocks as there.
     file_bytes: the most bytes of weights in a file.
     strict: raise an error for tensors of `like` that the checkpoint does not have; otherwise they are left
         out and reported.
@@ -116,6 +120,8 @@ def export_huggingface(
     """
     if file_bytes < 1:
         raise BadInput(f"file_bytes must be at least 1, not {file_bytes}.")
+    if quantize not in (None, *METHODS):
+        raise BadInput(f"quantize={quantize!r} is none of {', '.join(METHODS)}.")
     call = begin_call(job_of(job).within(7200.0))
     return run_export(
         open_store(source),
@@ -123,6 +129,7 @@ def export_huggingface(
         open_local(out, "holdfast.export"),
         call,
         dtype=dtype,
+        quantize=quantize,
         file_bytes=file_bytes,
         strict=strict,
         prefix=prefix,
@@ -137,6 +144,7 @@ def run_export(
     call: Call,
     *,
     dtype: str | None = None,
+    quantize: str | None = None,
     file_bytes: int = FILE_BYTES,
     strict: bool = True,
     prefix: str | None = None,
@@ -157,6 +165,8 @@ def run_export(
             tensors, missing, export.part = plan_export(
                 index, base, dtype, strict, in_framework, alike, prefix
             )
+            if quantize is not None:
+                tensors = quantized(tensors, base)
             export.plan(index, share_among_files(tensors, file_bytes), missing)
 
     with ExitStack() as held:
@@ -205,7 +215,7 @@ class _Export(CollectiveTask):
 
     def report(self) -> ExportReport:
         """Return the report of a finished export."""
-        tensors = sum(len(part) for _, part in self._files)
+        tensors = sum(len(one.stored()) for _, part in self._files for one in part)
         return ExportReport(
             self.out.url,
             self._step,
@@ -259,7 +269,7 @@ class _Export(CollectiveTask):
         return {}
 
     def _weights_index(self) -> bytes:
-        where = {tensor.name: name for name, tensors in self._files for tensor in tensors}
+        where = {one.name: name for name, tensors in self._files for each in tensors for one in each.stored()}
         total = sum(tensor.nbytes for _, tensors in self._files for tensor in tensors)
         value = {"metadata": {"total_size": total}, "weight_map": where}
         return msgspec.json.format(msgspec.json.encode(value), indent=2)
@@ -315,9 +325,10 @@ class _Export(CollectiveTask):
             self._advance(size)
 
     def _config(self, config: dict[str, object]) -> dict[str, object]:
-        """Return the configuration for the export: with its dtype, without quantization and file names."""
+        """Return the configuration for the export: with its dtype and quantization, without file names."""
         nbytes = Counter[int]()
-        for tensor in chain.from_iterable(tensors for _, tensors in self._files):
+        all_tensors = [*chain.from_iterable(tensors for _, tensors in self._files)]
+        for tensor in all_tensors:
             if tensor.code in FLOATS:
                 nbytes[tensor.code] += tensor.nbytes
         changed = {key: value for key, value in config.items() if key not in _LEFT_OUT}
@@ -325,6 +336,8 @@ class _Export(CollectiveTask):
             changed |= {
                 key: DTYPES[code].name for key in hf.CONFIG_DTYPES if isinstance(config.get(key), str)
             }
+        if (quantization := configuration(all_tensors)) is not None:
+            changed["quantization_config"] = quantization
         return changed
 
     def _advance(self, size: int) -> None:
@@ -334,7 +347,7 @@ class _Export(CollectiveTask):
 
     def _header(self, tensors: Sequence[PublishedTensor]) -> bytes:
         rows, start = [], 0
-        for tensor in tensors:
+        for tensor in chain.from_iterable(tensor.stored() for tensor in tensors):
             stop = start + tensor.nbytes
             rows.append((tensor.name, hf.TAG_OF_CODE[tensor.code], tensor.shape, start, stop))
             start = stop
@@ -355,15 +368,33 @@ class _Export(CollectiveTask):
     def _slabs(self, tensors: Sequence[PublishedTensor], offset: int) -> Iterator[_Slab]:
         """Yield the bytes of tensors in order, from `offset` of the file on: several small tensors at a time,
         or a part of a large one."""
-        parts = (
-            PublishedPart(tensor, box)
-            for tensor in tensors
-            for box in cut(whole(tensor.shape), SLAB // DTYPES[tensor.code].size)
-        )
-        for batch in batches(parts, SLAB):
+        for is_quantized, run in groupby(tensors, lambda tensor: isinstance(tensor, QuantizedTensor)):
+            if is_quantized:
+                for tensor in run:
+                    yield from self._quantized_slabs(tensor, offset)
+                    offset += tensor.nbytes
+                continue
+            parts = (
+                PublishedPart(tensor, box)
+                for tensor in run
+                for box in cut(whole(tensor.shape), SLAB // DTYPES[tensor.code].size)
+            )
+            for batch in batches(parts, SLAB):
+                memory = self._free.pop()
+                yield _Slab(offset, memory, assemble(self.store, self._index, batch, memory))
+                offset += sum(part.nbytes for part in batch)
+
+    def _quantized_slabs(self, tensor: PublishedTensor, offset: int) -> Iterator[_Slab]:
+        """Yield the bytes of a tensor in 8 bits, from `offset` of the file on; at last with its scales."""
+        assert isinstance(tensor, QuantizedTensor)
+        scales = list[memoryview]()
+        for band in tensor.bands(SLAB // DTYPES[CODE_OF["float32"]].size):
             memory = self._free.pop()
-            yield _Slab(offset, memory, assemble(self.store, self._index, batch, memory))
-            offset += sum(part.nbytes for part in batch)
+            elements, more = assemble_quantized(self.store, self._index, tensor, band, memory)
+            scales.append(more)
+            is_last = band.stop == tensor.shape
+            yield _Slab(offset, memory, [elements, *scales] if is_last else [elements])
+            offset += len(elements)
 
 
 class _Slab(NamedTuple):

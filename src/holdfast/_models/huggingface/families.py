@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from holdfast._models.views import family
-from holdfast._models.views.mapping import WAYS, Rule
+from holdfast._models.views.mapping import WAYS
+from holdfast._models.views.rules import Rule
 from holdfast._models.views.tables import by_model_type
 
 
@@ -49,7 +50,9 @@ def mapping_of(model_type: str, name: str) -> str:
 
     rule, other = entry.rule, entry.rule.otherwise
     text = f"{name} is {published_names(rule)}"
-    if other is not None:
+    if rule.layout is not None:
+        text += f" (in one of two layouts, {rule.way} or {rule.layout.way}: its shape decides)"
+    elif other is not None:
         text += f" (or {published_names(other)}, if the model has no such tensor)"
     for way in dict.fromkeys((rule.way, other.way if other is not None else "same")):
         if way != "same":

@@ -12,21 +12,24 @@ from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from holdfast._core.base.reporting import Meter, quiet
-from holdfast._core.base.values import ReportProgress
+from holdfast._core.base.values import Buffer, ReportProgress
 from holdfast._core.format.names import IMPORTED_MODEL
 from holdfast._core.io.open_files import OnDemand, OpenFiles
-from holdfast._core.layout.box import whole
-from holdfast._core.layout.tensor import DTYPES, TensorSpec, counted
+from holdfast._core.layout.box import Box, whole
+from holdfast._core.layout.tensor import DTYPES, FLOATS, Dims, TensorSpec, counted
+from holdfast._core.loading.boxes import Wanted, fill_boxes
+from holdfast._core.plan.shard_table import Memory
 from holdfast._core.protocol.call import Call, begin_call
 from holdfast._core.protocol.job import Job, job_of
 from holdfast._core.protocol.operation import read_state
 from holdfast._core.saving.job import SaveReport
 from holdfast._core.state.leaf import Leaf
-from holdfast._core.state.memory import Part
+from holdfast._core.state.memory import Part, torch_dtype
 from holdfast._core.store.absence import explain_model
-from holdfast._core.store.base import Store
+from holdfast._core.store.base import Folder, Store
 from holdfast._core.store.local import open_store
 from holdfast._models.conversion.importing import FileMemory, leaf, run_import
 from holdfast._models.views import hub_format as hf
@@ -37,7 +40,7 @@ log = logging.getLogger("holdfast")
 
 
 def import_huggingface(
-    source: str | os.PathLike[str],
+    source: Folder,
     out: str | os.PathLike[str],
     *,
     step: int | None = None,
@@ -50,8 +53,9 @@ def import_huggingface(
     Names, shapes and elements stay as they are; digests are added. Configuration, tokenizer and code are
     copied. In a job all participants call it, and each writes some of the tensors.
 
-    source: the folder of the model. out: a folder that does not exist, is empty, or in which the same import
-        was interrupted, which then starts again; after one that has ended nothing is left to do.
+    source: the folder of the model, or `merged(folder, adapter)`.
+    out: a folder that does not exist, is empty, or in which the same import was interrupted, which then
+        starts again; after one that has ended nothing is left to do.
     step: the step to note in the checkpoint.
     strict: raise an error for weights that the table of the model's type does not name, and that no load into
         megatron-core's names would use. Otherwise they are imported, too, and a warning names them. Without a
@@ -72,12 +76,15 @@ def import_huggingface(
         if folders:  # after all headers were read: damage is not said as a fault of the table
             tells = call.rank == call.participants[0]
             trouble = read_state(lambda: check_named(folders[0], strict, tells), call.rank)
+        merge: list[str] = []
+        if folders and not trouble:
+            trouble = read_state(lambda: merge.append(_identity_of_merge(folders[0])), call.rank)
         return run_import(
             base,
             open_store(out),
             call,
-            lambda: _leaves(folders[0], files, meter, call),
-            identity=identity,
+            lambda: _leaves(base, folders[0], files, meter, call),
+            identity=" ".join(filter(None, [identity, *merge])),
             trouble=trouble,
             step=step,
             # While one thread reads, the other writes.
@@ -112,7 +119,19 @@ def check_named(folder: HuggingFaceFolder, strict: bool, tells: bool) -> None:
         log.warning("%s They are imported as they are.", sentence)
 
 
-def _leaves(folder: HuggingFaceFolder, files: OpenFiles, meter: Meter, call: Call) -> Iterator[Leaf]:
+def _identity_of_merge(folder: HuggingFaceFolder) -> str:
+    """Return an identity of the adapter that is merged, if there is one, after a check that it is of this
+    model."""
+    if folder.adapter is None:
+        return ""
+    _ = folder.changes
+    # Two adapters may have the same header.
+    return folder.adapter.identity_of_elements()
+
+
+def _leaves(
+    base: Store, folder: HuggingFaceFolder, files: OpenFiles, meter: Meter, call: Call
+) -> Iterator[Leaf]:
     """Yield a rank's share of the tensors, in the order of the files; shares have about the same bytes."""
     places = [place for name in folder.names() if (place := folder.place(name)) is not None]
     places.sort(key=lambda place: (place.file, place.position))
@@ -125,6 +144,35 @@ def _leaves(folder: HuggingFaceFolder, files: OpenFiles, meter: Meter, call: Cal
     for place, spec, rank in zip(places, specs, owner, strict=True):
         if rank == mine:
             box = whole(spec.shape)
-            read_into = OnDemand(files, place.file).read_into
-            memory = FileMemory(spec, box, read_into, place.position, meter)
+            memory: Memory
+            if spec.name in folder.changes:
+                memory = _MergedMemory(base, folder, spec, meter)
+            else:
+                read_into = OnDemand(files, place.file).read_into
+                memory = FileMemory(spec, box, read_into, place.position, meter)
             yield leaf(spec.name, Part(spec, box, memory))
+
+
+class _MergedMemory:
+    """A tensor that an adapter changes, as the source of a save, which merges a part when it is written."""
+
+    address = 0
+
+    def __init__(self, base: Store, folder: HuggingFaceFolder, spec: TensorSpec, meter: Meter) -> None:
+        if spec.dtype not in FLOATS:
+            raise BadInput(
+                f"{folder.where} holds {spec.name!r} in {DTYPES[spec.dtype].name}, in which an adapter is "
+                "not merged into it.",
+                hint="Load both into a model in floating point, and save that.",
+                details={"tensor": spec.name},
+            )
+        self._base, self._folder, self._spec, self._meter = base, folder, spec, meter
+        meter.total += whole(spec.shape).volume * DTYPES[spec.dtype].size
+
+    def gather(self, box: Box, out: Buffer) -> None:
+        target = torch.frombuffer(out, dtype=torch_dtype(self._spec.dtype)).view(box.shape)
+        fill_boxes(self._base, self._folder, [Wanted(self._spec, box, self._spec.dtype)], [target])
+        self._meter.moved(target.nbytes)
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        raise AssertionError("a model that is imported is not written to")

@@ -29,7 +29,7 @@ from holdfast._core.layout.tensor import (
 )
 from holdfast._core.store.local import LocalStore
 from holdfast._models.views import hub_format as hf
-from holdfast._models.views.family import OUTPUT, View, view_of
+from holdfast._models.views.family import OUTPUT, View, as_published, is_known, language_model, view_of
 from holdfast._models.views.hugging_face import HuggingFaceFolder
 from holdfast._models.views.mapping import Segment, same
 from holdfast._models.views.prefixes import prefix_of
@@ -61,6 +61,10 @@ class PublishedTensor:
     @property
     def nbytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.code].size
+
+    def stored(self) -> list[PublishedTensor]:
+        """Return the tensors of the file, one after the other."""
+        return [self]
 
     def check_cast(self, part: torch.Tensor) -> None:
         """Raise BadInput if a part of the tensor, after the cast, has values that became infinite."""
@@ -96,9 +100,11 @@ def view_to_export(base: LocalStore) -> View:
     """Map a published folder to megatron-core's names and shapes, by its configuration; only where the
     language model is inside of another one, by the names of its tensors."""
     folder = HuggingFaceFolder.at(base)
-    named = folder.has if folder is not None else None
+    named = shape = None
+    if folder is not None:
+        named, shape = folder.has, folder.shape
     # inner=False: a multimodal model without a table has more weights than the language model's.
-    return view_of(config_of(base), f"{base.url}/{hf.CONFIG}", inner=False, named=named)
+    return view_of(config_of(base), f"{base.url}/{hf.CONFIG}", inner=False, named=named, shape=shape)
 
 
 def plan_export(
@@ -123,7 +129,11 @@ def plan_export(
     """
     if dtype is not None and dtype not in WRITTEN_AS:
         raise BadInput(f"dtype={dtype!r} is none of {', '.join(WRITTEN_AS)}.")
-    config, view, folder = config_of(base), view_to_export(base), HuggingFaceFolder.at(base)
+    config, folder = config_of(base), HuggingFaceFolder.at(base)
+    if in_framework or folder is None or is_known(language_model(config)):
+        view = view_to_export(base)
+    else:
+        view = as_published(config, f"{base.url}/{hf.CONFIG}", folder.has)
     published = set(filter(folder.is_weight, folder.names())) if folder is not None else set()
     said = [CODE_OF[str(name)] for name in map(config.get, hf.CONFIG_DTYPES) if name in WRITTEN_AS]
 
@@ -133,7 +143,7 @@ def plan_export(
         return None if in_framework else _published_dtype(folder, name) or next(iter(said), None)
 
     by_name: dict[str, PublishedTensor] = {}
-    part = _model_part(index, view, published, prefix)
+    part = _model_part(index, view, published, base, prefix)
     for spec in part.specs:
         name = spec.name.removeprefix(part.prefix)
         if "quantization_config" in config:
@@ -141,7 +151,7 @@ def plan_export(
         segments = (
             # It already has a published name (an import, or transformers' modules).
             same([name], spec.shape, {})
-            if name in published
+            if name in published and not _is_in_another_layout(name, spec.shape, folder, view)
             else view.segments(name, spec.shape, whole(spec.shape))
         )
         for segment in segments:
@@ -178,7 +188,9 @@ def plan_export(
     return tensors, missing, part
 
 
-def _model_part(index: Index, view: View, published: set[str], prefix: str | None) -> ModelPart:
+def _model_part(
+    index: Index, view: View, published: set[str], base: LocalStore, prefix: str | None
+) -> ModelPart:
     """Return the weights of a checkpoint. BadInput for weights that map to no published tensor."""
     names = [name for name in index.names() if is_weight(name) and not hf.is_constant(name)]
     specs = [spec for spec in index.select(index.find(names)).specs() if spec.kind == TENSOR]
@@ -205,6 +217,8 @@ def _model_part(index: Index, view: View, published: set[str], prefix: str | Non
     )
     unknown = [spec.name for spec in part.specs if not fits(spec.name.removeprefix(prefix))]
     if unknown:
+        if view.is_of_no_table:
+            view_to_export(base)  # raises BadInput, with the nearest type
         raise BadInput(
             f"{index.where} holds {len(unknown)} weights that the family {view.family.name!r} has no place "
             f"for: {counted(unknown)}.",
@@ -213,6 +227,11 @@ def _model_part(index: Index, view: View, published: set[str], prefix: str | Non
             details={"unknown": unknown[:100]},
         )
     return part
+
+
+def _is_in_another_layout(name: str, shape: Dims, folder: HuggingFaceFolder | None, view: View) -> bool:
+    """Return whether a tensor with a published name is published in another layout."""
+    return folder is not None and view.has_layouts(name) and folder.shape(name) != shape
 
 
 def _leave_out_tied_output(

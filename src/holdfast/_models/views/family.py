@@ -2,7 +2,7 @@
 
 A table (`tables`) has a section for each kind of layer. A section's key is the prefix of our names,
 `published` the prefix of the published names, and each entry maps one of our names to a rule for its source
-(`mapping.parse`). "Ours" are megatron-core's names and tensors, or transformers' where a table lists those.
+(`rules.parse`). "Ours" are megatron-core's names and tensors, or transformers' where a table lists those.
 `extends` names one or more tables that are read first; `within` names a section whose entries are copied,
 with megatron-core's `transformer_layer` or `mtp_model_layer` before them.
 """
@@ -19,7 +19,9 @@ from typing import NamedTuple, NoReturn
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import Dims, nearest
 from holdfast._models.views import tables
-from holdfast._models.views.mapping import WAYS, Rule, Segment, Sizes, parse
+from holdfast._models.views.mapping import WAYS, Segment, Sizes
+from holdfast._models.views.rules import Rule, parse
+from holdfast._models.views.sizes import Numbers, sizes_of
 from holdfast.errors import BadInput, ShapeMismatch
 
 _NUMBER = re.compile(r"\.\d+(?=\.|\Z)")
@@ -46,6 +48,7 @@ class TableEntry(NamedTuple):
     """Is it of a part of the model that has no other form, and so no table?"""
 
 
+ShapeOf = Callable[[str], Dims | None]
 Found = tuple[TableEntry, dict[str, int], list[str]]
 """An entry, the numbers in a name, and the placeholders that are axes of the tensor."""
 
@@ -107,6 +110,8 @@ class View:
     has: tells whether it has a tensor of this name; None: go by its configuration.
     outer: the table of the model that contains this one; None: there is none, or it has no table.
     named: without `has`, tells it only to find the language model inside of another one.
+    shape: returns the shape of a published tensor, for those that are published in two layouts; None: of
+        these, the first in the table applies.
     """
 
     def __init__(
@@ -117,8 +122,10 @@ class View:
         has: Callable[[str], bool] | None = None,
         outer: tables.Table | None = None,
         named: Callable[[str], bool] | None = None,
+        shape: ShapeOf | None = None,
     ) -> None:
-        self.family, self.sizes = family, _Numbers(sizes)
+        self._shape = shape
+        self.family, self.sizes = family, Numbers(sizes)
         self.is_tied, self._has, self.outer = is_tied, has, outer
         inner = family.table
         self._outside = (outer and outer.outside) or inner.outside
@@ -140,8 +147,18 @@ class View:
                 return TableEntry(name, re.compile(re.escape(name)), (), rule, "", True), {}, []
         return found
 
+    @property
+    def is_of_no_table(self) -> bool:
+        """Return whether the model's type has no table, and so all names stay as they are."""
+        return not self.family.table.model_types
+
     def knows(self, name: str) -> bool:
         return self.find(name) is not None
+
+    def has_layouts(self, name: str) -> bool:
+        """Return whether our tensor is published in two layouts, between which its shape decides."""
+        match = self.find(name)
+        return match is not None and match[0].rule.layout is not None
 
     def predicts_further(self, published: str) -> bool:
         """Return whether a published tensor is of the layers that predict further tokens."""
@@ -234,13 +251,23 @@ class View:
             return self._place((entry.prefix + name).format(**numbers, after=after))
 
         rule, other = entry.rule, entry.rule.otherwise
-        if other is not None and self._has_other(published(rule.names[0]), published(other.names[0]), rule):
+        if (
+            other is not None
+            and rule.layout is None
+            and self._has_other(published(rule.names[0]), published(other.names[0]), rule)
+        ):
             rule = other
         return rule, [published(name) for name in rule.names]
 
     def _of_one(self, entry: TableEntry, numbers: dict[str, int], shape: Dims) -> list[Segment]:
         rule, names = self.rule(entry, numbers)
-        return WAYS[rule.way](names, shape, _Numbers({**self.sizes, **numbers}))
+        sizes = Numbers({**self.sizes, **numbers})
+        segments = WAYS[rule.way](names, shape, sizes)
+        if rule.layout is not None and self._shape is not None:
+            stored = self._shape(names[0])
+            if stored is not None and stored != segments[0].published:
+                return WAYS[rule.layout.way](names, shape, sizes)
+        return segments
 
     def _has_other(self, name: str, other: str, rule: Rule) -> bool:
         """Return whether the alternative rule applies. name, other: the first names of the two rules."""
@@ -286,52 +313,20 @@ def _with_lead(segment: Segment, lead: int, part: Box) -> Segment:
     return segment._replace(box=part, start=start, axes=(*(-1,) * lead, *segment.axes))
 
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Configuration keys for the number of experts of a layer."""
-
-
-class _Numbers(dict[str, int]):
-    """Numbers of a configuration; BadInput for one that is missing."""
-
-    def __missing__(self, key: str) -> int:
-        raise BadInput(
-            f"The configuration does not say {key}, on which shapes depend.",
-            hint="Give the whole config.json of the published model.",
-        )
-
-
-_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "num_experts")
-
-
-def sizes_of(config: Mapping[str, object], where: str) -> dict[str, int]:
-    """Return the numbers in a configuration, on which shapes depend. BadInput for a count below 1."""
-    sizes = {key: value for key, value in config.items() if type(value) is int}
-    if isinstance(layers := config.get("layers_block_type"), list):
-        sizes.setdefault("num_hidden_layers", len(layers))
-    if "num_attention_heads" in sizes:
-        sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
-    for name in _EXPERTS:
-        if name in sizes:
-            sizes.setdefault("num_experts", sizes[name])
-    for name in _COUNTS:
-        if sizes.get(name, 1) < 1:
-            raise BadInput(f"{where} says {name}={sizes[name]}, which no model has.")
-    return sizes
-
-
 def view_of(
     config: Mapping[str, object],
     where: str,
     has: Callable[[str], bool] | None = None,
     inner: bool = True,
     named: Callable[[str], bool] | None = None,
+    shape: ShapeOf | None = None,
 ) -> View:
     """Make the view of a published model from its `config.json`. BadInput if its family is not known.
 
     where: the file, for errors. has: tells whether the model has a tensor of this name; None: go by the
         configuration.
     inner: for a multimodal model without a table, take the language model inside.
-    named: as in `View`.
+    named, shape: as in `View`.
     """
     tied, outer = is_tied(config), tables.by_model_type().get(str(config.get("model_type")))
     outer = outer if outer is not None and outer.contains else None
@@ -341,7 +336,12 @@ def view_of(
         raise BadInput(
             f"{where} does not say which model_type it is of.", hint="Give the folder of a published model."
         )
-    return View(family_of(kind), sizes_of(config, where), tied, has, outer, named)
+    return View(family_of(kind), sizes_of(config, where), tied, has, outer, named, shape)
+
+
+def as_published(config: Mapping[str, object], where: str, has: Callable[[str], bool]) -> View:
+    """Make the view of a published model whose type has no table: all names stay as they are."""
+    return View(Family(tables.as_published()), sizes_of(config, where), is_tied(config), has)
 
 
 def language_model(config: Mapping[str, object]) -> Mapping[str, object]:
@@ -349,7 +349,7 @@ def language_model(config: Mapping[str, object]) -> Mapping[str, object]:
     table = tables.by_model_type().get(str(config.get("model_type")))
     text = config.get(table.contains if table is not None and table.contains else "text_config")
     is_language_model = table is not None and not table.contains
-    return text if isinstance(text, dict) and not is_language_model else config
+    return language_model(text) if isinstance(text, dict) and not is_language_model else config
 
 
 def is_known(config: Mapping[str, object]) -> bool:

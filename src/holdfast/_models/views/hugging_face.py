@@ -77,6 +77,8 @@ class HuggingFaceFolder(LoadedModel):
         self._sizes: dict[str, int] = {}
         self._data = self._raw_header(file) if self._is_single else self._read_index()
         self.identity = hex_digest(digest(self._data))
+        if self.adapter is not None:
+            self.identity = self.adapter.identity_with(self.identity)
         self._lock = Lock()
 
     @property
@@ -85,15 +87,18 @@ class HuggingFaceFolder(LoadedModel):
 
     @cached_property
     def _files(self) -> dict[str, str]:
-        """The file of each tensor."""
+        """The file of each tensor, the adapter's included, which come last."""
         if not self._is_single:
-            return hf.read_weight_map(self._data, self.where)
-        self._headers[self._file] = header = self._parse(self._file, self._data)
-        return dict.fromkeys(header.entries, self._file)
+            files = hf.read_weight_map(self._data, self.where)
+        else:
+            self._headers[self._file] = header = self._parse(self._file, self._data)
+            files = dict.fromkeys(header.entries, self._file)
+        return files if self.adapter is None else files | self.adapter.files()
 
     @cached_property
     def _names(self) -> list[str]:
-        return sorted(self._files)
+        own = self.adapter.files() if self.adapter is not None else {}
+        return [*sorted(self._files.keys() - own.keys()), *sorted(own)]
 
     @cached_property
     def _row(self) -> dict[str, int]:
@@ -101,7 +106,7 @@ class HuggingFaceFolder(LoadedModel):
 
     @property
     def tensors(self) -> int:
-        return len(self._files)
+        return len(self.names())
 
     @staticmethod
     def at(store: Store) -> HuggingFaceFolder | None:
@@ -113,7 +118,8 @@ class HuggingFaceFolder(LoadedModel):
         return name in self._files
 
     def names(self) -> list[str]:
-        return list(self._names)
+        merged = len(self.adapter.files()) if self.adapter is not None and not self.is_wrapped else 0
+        return self._names[: len(self._names) - merged]
 
     def find(self, wanted: Sequence[str]) -> Array:
         return np.fromiter(map(self.find_one, wanted), np.int64, len(wanted))
@@ -122,7 +128,7 @@ class HuggingFaceFolder(LoadedModel):
         return self._row.get(name, -1)
 
     def select(self, rows: Array | None = None) -> Columns:
-        names = self._names if rows is None else [self._names[row] for row in rows.tolist()]
+        names = self.names() if rows is None else [self._names[row] for row in rows.tolist()]
         return hf.to_columns([self._place(name) for name in names], self._sizes)
 
     def identity_of_files(self) -> str:

@@ -8,7 +8,6 @@ computes nothing with elements, so every way also works backwards.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -191,6 +190,25 @@ def one_row(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     ]
 
 
+def _third(names: Sequence[str], shape: Dims, which: int) -> list[Segment]:
+    return [_rows(names[0], shape, (0, shape[0]), which * shape[0], 3 * shape[0])]
+
+
+def first_of_three(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """The first of three equal parts, one below the other."""
+    return _third(names, shape, 0)
+
+
+def second_of_three(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """The second of three equal parts, one below the other."""
+    return _third(names, shape, 1)
+
+
+def third_of_three(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """The third of three equal parts, one below the other."""
+    return _third(names, shape, 2)
+
+
 def of_experts_mixed(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """One expert's gate above its up; published, inputs lie along rows, and gate and up take turns along
     columns. A bias has columns only."""
@@ -220,45 +238,11 @@ def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
         return first[1:]
     if way in ("of_experts_turned", "of_experts_joined_turned"):
         return (*first[2:], *first[1:2])
+    if way.endswith("_of_three"):
+        return (first[0] // 3 if first else 0, *first[1:])
     if way == "of_experts_mixed":
         return (*first[-1:], *first[1:-1])
     return first
-
-
-_ENTRY = re.compile(r"(?:(?P<way>[a-z_]+)\()?(?P<names>[^()]+?)\)?")
-
-
-class Rule(NamedTuple):
-    """The right side of a table's entry: a way, and its names, with `{layer}` and `{expert}` in them."""
-
-    way: str
-    names: tuple[str, ...]
-    otherwise: Rule | None = None
-    """The rule to use if the folder has no tensor of the first name."""
-    if_tied: bool = False
-    """Does `otherwise` apply only if the model's output layer shares its embedding?"""
-
-
-def parse(entry: str, where: str) -> Rule:
-    """Parse `name` or `way(name, name)`, optionally followed by ` or ` or ` or tied ` and another one."""
-    text, _, other = entry.partition(" or ")
-    match = _ENTRY.fullmatch(text.strip())
-    way = match["way"] or "same" if match else ""
-    if match is None or way not in WAYS:
-        raise BadInput(
-            f"{where}: {entry!r} is no entry of a table.", hint=f"Write a name, or one of {', '.join(WAYS)}."
-        )
-    otherwise = parse(other.removeprefix("tied "), where) if other else None
-    names = tuple(name.strip() for name in match["names"].split(","))
-    least, most = _NAMES.get(way, (1, 1))
-    if not least <= len(names) <= most:
-        wants = f"{least} names" if least == most > 1 else "several names" if most > 1 else "one name"
-        raise BadInput(f"{where}: {way} takes {wants}, not {len(names)}.", hint="Separate names by commas.")
-    return Rule(way, names, otherwise, other.startswith("tied "))
-
-
-_NAMES = {"concat": (2, 1 << 20), "grouped": (3, 3), "gated": (3, 3)}
-"""How many names a way takes, at least and at most, if not one."""
 
 
 def _by_key_heads(sizes: Sizes) -> tuple[Dims, int]:
@@ -378,5 +362,6 @@ def _share(rows: int, parts: int, names: Sequence[str]) -> int:
 _PLAIN = (
     *(same, joined, concat, grouped, grouped_joined, gated, padded, lowered),
     *(of_experts, of_experts_joined, of_experts_turned, of_experts_joined_turned, of_experts_mixed, one_row),
+    *(first_of_three, second_of_three, third_of_three),
 )
 WAYS: dict[str, Way] = {way.__name__: way for way in _PLAIN} | {name: _of_heads(name) for name in _HEADS}

@@ -104,6 +104,9 @@ def _parts_held(
     # models have. The load will report what is missing.
     if any(one not in specs for one in published):
         return
+    if rule.layout is not None:  # which of the two a folder has is not told here
+        yield from ((one, whole(specs[one].shape)) for one in published)
+        return
     shape = shape_made(rule.way, [specs[one].shape for one in published], view.sizes)
     for box in share.boxes(name, shape, 2 if entry.rule.way in _GATED else 1):
         for segment in view.segments(name, shape, box):
@@ -120,7 +123,8 @@ def _unclaimed(view: View | None, specs: Specs) -> list[str]:
     """List the stored names that the family does not use."""
     if view is None:
         return list(specs)
-    possible = chain.from_iterable(map(view.possible, view.family.entries.values()))
+    ours = [entry for entry in view.family.entries.values() if entry.name.startswith(_OURS)]
+    possible = chain.from_iterable(map(view.possible, ours))
     known = {_HOLES.sub("#", name) for name in possible}
 
     def in_8_bits(name: str) -> bool:

@@ -15,8 +15,10 @@ import torch
 from holdfast._core.io.source import Rows
 from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, TensorSpec
-from holdfast._core.plan.shard_table import Memory, ShardTable
+from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.state.memory import ShiftedMemory, TensorMemory, check_is_view, torch_dtype
+from holdfast._models.views.adapted import merged_into
+from holdfast._models.views.adapter import PREFIX, stored_name
 from holdfast._models.views.hub_format import Place
 from holdfast._models.views.mapping import MINUS_ONE, Segment
 from holdfast._models.views.published_model import PublishedModel
@@ -24,6 +26,9 @@ from holdfast._models.views.quantized import IN_8_BITS
 from holdfast._models.views.reordered import as_published
 from holdfast._models.views.scaled import in_8_bits, is_packed, packed_part
 from holdfast.errors import BadInput, LoadFailed, MissingTensors, ShapeMismatch
+
+_BRIDGES = ".adapter."
+"""In names of what Megatron-Bridge's LoRA adds to a module."""
 
 
 def see_published(source: PublishedModel, table: ShardTable, owner: Sequence[int]) -> Rows:
@@ -79,19 +84,37 @@ class _Look:
             if "_extra_state" not in spec.name:  # Transformer Engine's, which no published model has
                 self.seen.extend(table.take([row]))
             return
+        stored = spec.name if self.source.adapter is None else stored_name(spec.name)
+        if stored != spec.name:
+            self._add_wrapped(stored, spec, box, table, row)
+        else:
+            self._add_tensor(spec, box, table, row, memory)
+
+    def _add_tensor(
+        self, spec: TensorSpec, box: Box, table: ShardTable, row: int, memory: TensorMemory
+    ) -> None:
         place = self.source.place(spec.name)
-        if place is not None and not (place.code == IN_8_BITS != spec.dtype):
+        as_it_is = place is not None and (place.shape == spec.shape or not self._has_layouts(spec.name))
+        scaled = place is not None and place.code == IN_8_BITS != spec.dtype
+        if place is not None and as_it_is and not scaled and spec.name not in self.source.changes:
             self._check_dtype(place, spec)
             self.seen.extend(table.take([row]))
             return
         segments: list[Segment]
-        if place is not None or is_packed(self.source, spec.name):
+        if as_it_is or is_packed(self.source, spec.name):
             axes = tuple(range(len(spec.shape)))
             segments = [Segment(box, spec.name, box.offset, axes, spec.shape)]
-        elif self.source.config and self.source.view.knows(spec.name):
-            segments = list(self.source.view.segments(spec.name, spec.shape, box))
+        elif self.source.config and self.source.view_for(spec.name).knows(spec.name):
+            segments = list(self.source.view_for(spec.name).segments(spec.name, spec.shape, box))
         else:
             self.source.refuse_quantized(spec.name)
+            if self.source.adapter is not None and _BRIDGES in spec.name:
+                raise BadInput(
+                    f"{spec.name!r} is of a model that Megatron-Bridge's LoRA has wrapped: PEFT's matrices "
+                    "for queries, keys and values are not loaded into its own.",
+                    hint="Load into the model without LoRA: the adapter is merged into its weights.",
+                    details={"tensor": spec.name},
+                )
             self.seen.extend(table.take([row]))  # the load reports it as missing
             return
         covered = sum(segment.box.volume for segment in segments)
@@ -108,6 +131,26 @@ class _Look:
             check_is_view(target, memory.tensor)
             self._add_segment(segment, spec, target)
 
+    def _has_layouts(self, name: str) -> bool:
+        view = self.source.view_if_known
+        return view is not None and view.has_layouts(name)
+
+    def _add_wrapped(self, stored: str, spec: TensorSpec, box: Box, table: ShardTable, row: int) -> None:
+        """Add a tensor of a model that PEFT has wrapped, which is not merged."""
+        self.source.is_wrapped = True
+        plain = self.source.merging(0)
+        trained = f"{PREFIX}{spec.name.removeprefix(PREFIX)}"
+        # Biases and a resized embedding are trained in place.
+        if not stored.startswith(PREFIX) and plain.place(trained) is not None:
+            stored = trained
+        one = table.take([row])
+        one.specs[0] = spec._replace(name=stored)
+        blank: list[int] = []
+        memory = table.memory[row]
+        assert isinstance(memory, TensorMemory)
+        _Look(plain, self.seen, blank)._add_tensor(one.specs[0], box, one, 0, memory)
+        self.blank.extend([row] * len(blank))
+
     def _add_segment(self, segment: Segment, spec: TensorSpec, target: torch.Tensor) -> None:
         place, theirs = self.source.place(segment.name), segment.theirs(segment.box)
         view = as_published(target, segment.axes, len(theirs.shape))
@@ -120,7 +163,7 @@ class _Look:
         self._check(segment, place, spec)
         self._check_dtype(place, spec)
         stored = torch_dtype(place.code)
-        memory: Memory = TensorMemory(view, stored)
+        memory = TensorMemory(view, stored)
         if place.code == IN_8_BITS and (segment.change or segment.split):
             raise BadInput(
                 f"{self.source.where} holds {place.name!r} in 8 bits, of which {spec.name!r} can't be made.",
@@ -132,6 +175,14 @@ class _Look:
             memory = ShiftedMemory(view, stored, -1)
         elif segment.split:
             memory = _EverySecond(view.squeeze(-1), stored, theirs.offset[-1])
+        if place.name in self.source.changes:
+            if spec.dtype not in FLOATS or segment.split:
+                raise BadInput(
+                    f"{place.name!r} can't be merged with an adapter into {spec.name!r}, which is "
+                    f"{DTYPES[spec.dtype].name}{', with gate and up apart' if segment.split else ''}.",
+                    details={"tensor": spec.name},
+                )
+            memory = merged_into(memory, self.source, segment, place, theirs.offset)
         read = TensorSpec(place.name, place.code, place.shape)
         self.seen.add(read, segment.joined(theirs), (0, 1), False, memory)
 

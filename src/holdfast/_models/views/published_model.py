@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
+from typing import TYPE_CHECKING, Self
 
 from holdfast._core.io.small_files import read_file
 from holdfast._core.io.source import ForeignSource
+from holdfast._core.layout.tensor import Dims
 from holdfast._core.store.base import Store
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.family import (
     View,
+    as_published,
     is_known,
     is_tied,
     language_model,
@@ -21,6 +25,9 @@ from holdfast._models.views.family import (
 from holdfast._models.views.quantized import IN_8_BITS, is_read, is_scale
 from holdfast.errors import BadInput
 
+if TYPE_CHECKING:
+    from holdfast._models.views.adapter import Adapter, Change
+
 _PACKED = ("qweight", "weight_packed")
 """Names that replace `weight` in a quantized module: by GPTQ and AWQ; by compressed-tensors."""
 
@@ -29,9 +36,16 @@ class PublishedModel(ForeignSource):
     """A published model, complete or in part, and its configuration. Its subclasses are sources of loads."""
 
     where: str
+    merges = 1
+    """How often the adapter is merged into the weights, if there is one."""
+
+    is_wrapped = False
+    """Does a load ask for the adapter's own tensors, by the names of a model that PEFT has wrapped?"""
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.adapter: Adapter | None = getattr(store, "adapter", None)
+        """Merged into the weights as they are read."""
 
     @abstractmethod
     def place(self, name: str) -> hf.Place | None:
@@ -52,9 +66,36 @@ class PublishedModel(ForeignSource):
         return read_config(self._store) or {}
 
     @cached_property
+    def changes(self) -> Mapping[str, Sequence[Change]]:
+        """The published tensors that the adapter changes, and how. BadInput or ShapeMismatch if it is of
+        another model."""
+        return self.adapter.changes(self) if self.adapter is not None and self.merges else {}
+
+    def merging(self, times: int) -> Self:
+        """Return the same model with its adapter merged so often."""
+        other = copy(self)
+        other.__dict__.pop("changes", None)
+        other.merges = times
+        return other
+
+    @cached_property
     def view(self) -> View:
         """The model in the names and shapes of megatron-core. BadInput if the model is unknown."""
-        return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self.has)
+        return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self.has, shape=self.shape)
+
+    def view_for(self, name: str) -> View:
+        """Return the view that has one of our names: of a model without a table, it has few. BadInput if no
+        table contains the model."""
+        if self.view_if_known is None:
+            view = as_published(self.config, f"{self._store.url}/{hf.CONFIG}", self.has)
+            if view.knows(name):
+                return view
+        return self.view
+
+    def shape(self, name: str) -> Dims | None:
+        """Return the shape of a tensor; None if there is none of that name."""
+        place = self.place(name)
+        return None if place is None else place.shape
 
     @property
     def _quantization(self) -> object:
@@ -72,6 +113,8 @@ class PublishedModel(ForeignSource):
         return self.view if is_known(language_model(self.config)) else None
 
     def is_weight(self, name: str) -> bool:
+        if self.adapter is not None and self.is_wrapped and name in self.adapter.trained:
+            return False
         return not is_scale(name, self._is_in_8_bits) and not hf.is_constant(name)
 
     def _is_in_8_bits(self, name: str) -> bool:

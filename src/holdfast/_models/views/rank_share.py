@@ -37,7 +37,14 @@ CUTS = {
     # Transformer Engine's layers have these whole on all ranks, others split them; they are small.
     "linear_q_down_proj": WHOLE,
     "linear_kv_down_proj": WHOLE,
+    "linear_kv_proj": WHOLE,
     "eh_proj": WHOLE,
+    "e_proj": WHOLE,
+    "h_proj": WHOLE,
+    "fc1_latent_proj": WHOLE,
+    "fc2_latent_proj": WHOLE,
+    "mapping_proj": WHOLE,
+    "compressor": WHOLE,
     "router": WHOLE,
     "indexer": WHOLE,
     "shared_experts": WHOLE,  # the gate of its output

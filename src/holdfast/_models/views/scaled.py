@@ -7,7 +7,6 @@ import torch
 
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, FLOATS, Dims, TensorSpec
-from holdfast._core.plan.shard_table import Memory
 from holdfast._core.state.memory import TensorMemory, torch_dtype
 from holdfast._models.views.hub_format import Place
 from holdfast._models.views.mapping import Segment
@@ -28,7 +27,7 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the lower three of 4 bits (e2m1); the highest bit is the sign."""
 
 
-def in_8_bits(source: PublishedModel, place: Place, target: torch.Tensor, origin: Dims) -> Memory:
+def in_8_bits(source: PublishedModel, place: Place, target: torch.Tensor, origin: Dims) -> TensorMemory:
     """Make memory for elements in 8 bits, which multiplies them by their scales.
 
     target: has the published order of axes. origin: its start in the published tensor.

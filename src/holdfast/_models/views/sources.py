@@ -67,4 +67,7 @@ def open_published(store: Store, index: Index | None) -> Source | None:
     there is none."""
     if index is None:
         return HuggingFaceFolder.at(store)
-    return PublishedSlice(store, index) if ABOUT in index.about else IndexedModel(store, index)
+    model = PublishedSlice(store, index) if ABOUT in index.about else IndexedModel(store, index)
+    if model.adapter is not None:
+        model.identity = model.adapter.identity_with(model.identity)
+    return model

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from holdfast._core.base.options import model_folders
 from holdfast._core.layout.tensor import listed, nearest
-from holdfast._models.views.mapping import Rule, parse
+from holdfast._models.views.rules import Rule, parse
 from holdfast.errors import BadInput
 
 GROUP = "holdfast.models"
@@ -118,6 +118,11 @@ def by_model_type() -> dict[str, Table]:
 def decoder() -> Table:
     """Return the table that the package's others extend, for models that no table describes."""
     return _packaged("decoder")
+
+
+def as_published() -> Table:
+    """Return a table for models that no table describes, whose names stay as they are."""
+    return _packaged("as_published")._replace(unchanged=MappingProxyType({}))
 
 
 def _described_twice(one: str, other: str, kind: str) -> BadInput:

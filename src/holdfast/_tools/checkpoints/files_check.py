@@ -16,7 +16,14 @@ from holdfast._core.existing.target import number
 from holdfast._core.format.columns import Array, Columns, unpad
 from holdfast._core.format.container import Header, HeaderEntry, read_header
 from holdfast._core.format.digest import digest
-from holdfast._core.format.names import EMBEDDED, FORMAT, is_link_to, name_of_chunk, without_offset
+from holdfast._core.format.names import (
+    EMBEDDED,
+    FORMAT,
+    is_link_to,
+    name_of_chunk,
+    split_reference,
+    without_offset,
+)
 from holdfast._core.io.index_file import embedded_index
 from holdfast._core.io.on_threads import on_threads
 from holdfast._core.layout.tensor import DTYPES
@@ -80,7 +87,8 @@ class FilesCheck:
         try:
             reader = self.store.open(name)
         except HoldfastError as error:
-            problem = "the file is missing" if isinstance(error, NotFound) else error.message
+            is_own = split_reference(name) is None
+            problem = "the file is missing" if isinstance(error, NotFound) and is_own else error.message
             self.damage.append(Damage(name, problem))
             self._beyond(file, 0)
             return

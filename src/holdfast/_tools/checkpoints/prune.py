@@ -23,7 +23,8 @@ import msgspec
 from holdfast._core.format.names import CONFIG, DATA, INDEX, METADATA, attempt_of
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.old_steps import entries, old_files, own_names, remove_step
-from holdfast._core.io.removal import finish_removal, named_by_index, notes_of
+from holdfast._core.io.references import Known, nothing_known
+from holdfast._core.io.removal import finish_kept, finish_removal, named_by_index, notes_of
 from holdfast._core.run.leftovers import Leftovers
 from holdfast._core.store.absence import nothing_there
 from holdfast._core.store.base import FOLDERS, Entry, Folder, Kind, Store, capabilities
@@ -81,6 +82,7 @@ class _Sweep:
         """Folders of the committed steps whose index can be read, with their step."""
         self.busy: set[str] = set()
         """Folders that a running save may be writing to."""
+        self.known: Known = nothing_known
 
     def _split(self, folder: str, left: dict[str, Entry]) -> dict[str, Entry]:
         """Return which left-overs of a folder may be removed; note why others stay."""
@@ -173,12 +175,13 @@ class _Sweep:
             size = sum(_freed(entry) for name, entry in files.items() if f"{folder}/{name}" not in gone)
             others = self._others(folder, files)
             if not self.dry_run:
-                data_gone = remove_step(self.store, folder) or self.has_folders
+                data_gone = remove_step(self.store, folder, self.known) or self.has_folders
                 if self.store.stat(f"{folder}/{INDEX}") is not None:
                     self.skipped.append(Skipped(folder, _READ))
                     continue
                 if not data_gone:
-                    self.skipped.append(Skipped(folder, f"{_READ}; its index is removed, and its data later"))
+                    why = "its index is removed; data of it is being read, or later steps refer to it"
+                    self.skipped.append(Skipped(folder, why))
                     size = 0
             # Also in a dry run: `kept` lists the steps that would remain.
             del self.good[folder]
@@ -196,21 +199,29 @@ class _ObjectSweep(_Sweep):
     def __init__(self, store: Store, older_than: float, dry_run: bool) -> None:
         super().__init__(store, older_than, dry_run)
         self._known = Leftovers(store)
+        self.known = lambda run: self._known.why_kept
         self._noted: set[str] = set()
         """Data files of removed steps, with their folders."""
 
     def top(self) -> None:
-        """Go on with removals of steps that were stopped, or waited for a reader."""
-        for path, note in notes_of(self.store):
-            if named_by_index(self.store.child(note.folder)):
-                continue  # it was not removed, or saved again: `keep=` decides
+        """Go on with removals of steps that were stopped, or waited for a reader or for later steps."""
+        notes, kept = notes_of(self.store)
+        for path, note in notes:
             self._noted.update(f"{note.folder}/{name}" for name in note.files)
+            if not named_by_index(self.store.child(note.folder)).files.isdisjoint(note.files):
+                continue  # it was not removed: `keep=` decides
             if self._is_read(note.folder):
                 self.skipped.append(Skipped(note.folder, _READ))
-                continue
-            if not self.dry_run:
-                finish_removal(self.store, path, note)
-            self.removed.append(Removed(note.folder, "its removal was not finished", 0))
+            elif self.dry_run or finish_removal(self.store, path, note, self.known):
+                self.removed.append(Removed(note.folder, "its removal was not finished", 0))
+            else:
+                self.skipped.append(Skipped(note.folder, _REFERRED))
+        for path, files in kept:
+            self._noted.update(f"{files.folder}/{name}" for name in files.kept)
+            if self.dry_run or not finish_kept(self.store, path, files, self.known):
+                self.skipped.append(Skipped(files.folder, _REFERRED))
+            else:
+                self.removed.append(Removed(files.folder, "no later step refers to its data any more", 0))
 
     def _is_read(self, folder: str) -> bool:
         # In a dry run nothing is written, so the pin of a process that was killed counts, too.
@@ -237,6 +248,7 @@ class _ObjectSweep(_Sweep):
 
 
 _READ = "it is being read"
+_REFERRED = "later steps refer to its data, or a save that may be under way"
 
 
 def _newest_time(entry: Entry) -> float:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import click
 
 from holdfast._core.base.values import age_text, size_text, time_text
-from holdfast._tools.checkpoints.inspect import OURS, Checkpoint, Run, Tensor, Total, describe, fate
+from holdfast._core.format.names import split_reference
+from holdfast._tools.checkpoints.inspect import OURS, Checkpoint, File, Run, Tensor, Total, describe, fate
 from holdfast._tools.cli import output
 from holdfast.errors import BadInput
 
@@ -104,6 +105,7 @@ def _checkpoint(checkpoint: Checkpoint) -> None:
         "ranks": checkpoint.ranks,
         "files": f"{len(checkpoint.files)}, {size_text(checkpoint.bytes)}"
         + ("" if is_other else " with the index"),
+        "refers to": _referred(checkpoint.files),
         "holds": f"{output.count(checkpoint.tensors, 'tensor')}, "
         f"{output.count(checkpoint.objects, 'object')}, {output.count(checkpoint.chunks, 'chunk')}",
     }
@@ -117,6 +119,16 @@ def _checkpoint(checkpoint: Checkpoint) -> None:
     output.print_table(head, [_row(tensor) for tensor in shown], right=("chunks", "bytes"))
     if len(shown) < checkpoint.matched:
         output.say(f"{len(shown)} of {output.count(checkpoint.matched, 'name')}; --limit 0 shows all.")
+
+
+def _referred(files: Sequence[File]) -> str:
+    """Say which files are data of earlier steps (`Options.link_unchanged` in an object store)."""
+    found = [(referred[0], file.size) for file in files if (referred := split_reference(file.name))]
+    if not found:
+        return ""
+    steps = ", ".join(sorted({folder for folder, _ in found}))
+    size = size_text(sum(size for _, size in found))
+    return f"{output.count(len(found), 'file')}, {size}, of {steps}: it is not complete by itself"
 
 
 def _ago(seconds: float | None) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @click.option("--where", is_flag=True, help="Count the elements that differ, and find the first.")
 @click.option("--include", multiple=True, help="Compare names that match this pattern only. Repeatable.")
 @click.option("--exclude", multiple=True, help="Do not compare names that match this pattern. Repeatable.")
+@click.option("--adapter", type=click.Path(), help="Merge the adapter (LoRA) in this folder into B.")
 @output.as_json
 def command(
     a: str,
@@ -29,19 +30,21 @@ def command(
     where: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
+    adapter: str | None,
     as_json: bool,
 ) -> None:
     """Say whether two places hold the same weights.
 
     A place is a checkpoint of Holdfast, torch DCP or megatron-core in any layout, or the folder of a model
     that Hugging Face publishes. Where saves have noted fingerprints no data is read. Exit code 0: same, 1:
-    different, 2: trouble.
+    different, 2: trouble. With --adapter, B is a published model, and a merge that was left out of A, or made
+    twice, is told.
     """
     with progress(f"same {a} {b}") as advance:
         # By its public name, which is imported at its first use: it imports torch, and `--help` must not.
         comparison = holdfast.same(
             a,
-            b,
+            holdfast.huggingface.merged(b, adapter) if adapter else b,
             where=where,
             include=include or None,
             exclude=exclude or None,
@@ -59,6 +62,8 @@ def _show(a: str, b: str, comparison: Same) -> None:
     if comparison.rounded:
         rounded = [f"{name!r} to {dtype}" for name, dtype in comparison.rounded.items()]
         output.say(f"Rounded for this: {output.listed(rounded, 3)}.")
+    if comparison.merge:
+        output.say(f"{comparison.merge}.")
     rows = [(one.name, "weights", _detail(one)) for one in comparison.different]
     read = f"{size_text(comparison.bytes_read)} of weights read"
     if not comparison.bytes_read:
