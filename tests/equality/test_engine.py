@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -390,3 +391,18 @@ def test_elements_that_are_computed_have_no_published_fingerprint() -> None:
         holdfast.fingerprint(state, published=recorded.config)
     with pytest.raises(BadInput, match=r"There is no .*config\.json"):
         holdfast.fingerprint(state, published=RECORDED)
+
+
+def test_the_part_of_a_state_that_is_the_model_gets_published_names() -> None:
+    recorded = Recorded("qwen3_moe")
+    take = partial(holdfast.fingerprint, published=recorded.config)
+    alone = take(recorded.tensors)
+    optim = {"state": {name: {"exp_avg": tensor} for name, tensor in recorded.tensors.items()}}
+    assert take({"model": recorded.tensors, "optim": optim}) == alone
+    assert take({"all": {"model": recorded.tensors}}) == alone
+    both = {"model": recorded.tensors, "average": recorded.tensors}
+    with pytest.raises(BadInput, match="several models whose names fit: 'average', 'model'"):
+        take(both)
+    assert take(both, include=["average"]) == alone
+    with pytest.raises(BadInput, match="No weight of the state has a name of the family 'qwen3_moe'"):
+        take({"model": {"weight": torch.ones(3)}})

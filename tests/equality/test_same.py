@@ -116,6 +116,7 @@ def test_one_element_is_found(
     said = CliRunner().invoke(cli, ["same", str(a), str(b), "--where"])
     assert said.exit_code == 1
     assert f"1 element, the first at {list(place)}" in said.output
+    assert f"elements of {found.different[0].a}" in CliRunner().invoke(cli, ["same", str(a), str(b)]).output
 
 
 def test_experts_that_changed_places_are_counted_from_the_first_of_them(tmp_path: Path) -> None:
@@ -139,6 +140,40 @@ def test_what_is_in_one_only_or_has_another_shape(tmp_path: Path) -> None:
     assert not found.same
     assert holdfast.same(a, b, exclude=["head", "norm", "more"]).same
     assert holdfast.same(a, b, include=["experts"]).equal == 1
+
+
+def test_a_prefix_that_one_place_has_is_left_out_and_told(tmp_path: Path) -> None:
+    state, alone = weights(), holdfast.Job(no_dist=True, options=MARKED)
+    for name, value in {
+        "plain": state,
+        "under": {"model": state},
+        "other": {"model": changed(state, "norm", 3)},
+        "twice": {"model": state, "average": state},
+        "beside": {"model": state, "norms": state["norm"]},
+    }.items():
+        holdfast.save(value, tmp_path / name, job=alone)
+    live = holdfast.fingerprint({"all": {"model": state}}, job=alone)
+    for a, b in ((tmp_path / "plain", tmp_path / "under"), (live, tmp_path / "plain")):
+        for places in ((a, b), (b, a)):
+            found = holdfast.same(*places)
+            assert found.same
+            assert found.equal == found.by_fingerprints == len(state)
+            assert {found.prefix_a, found.prefix_b} in ({"", "model."}, {"", "all.model."})
+            assert f"without {found.prefix_a or found.prefix_b!r}" in str(found)
+    (one,) = holdfast.same(tmp_path / "other", tmp_path / "plain", where=True).different
+    assert (one.name, one.elements, one.first) == ("norm", 1, (3,))
+    assert holdfast.same(tmp_path / "beside", tmp_path / "plain").only_a == ("norms",)
+    assert holdfast.same(tmp_path / "beside", tmp_path / "plain", include=["model"]).same
+    # Which of the two is meant can't be told, so nothing is left out.
+    assert len(holdfast.same(tmp_path / "twice", tmp_path / "plain").only_a) == 2 * len(state)
+    assert holdfast.same(tmp_path / "twice", tmp_path / "plain", include=["average"]).same
+
+
+def test_nothing_was_compared_by_fingerprints_that_are_not_there(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        holdfast.save({name: torch.ones(2)}, tmp_path / name, job=holdfast.Job(no_dist=True))
+    said = CliRunner().invoke(cli, ["same", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert "Different: 2 tensors; equal: 0; no weights read." in said.output
 
 
 def test_another_dtype_is_compared_in_the_less_exact_one(tmp_path: Path) -> None:

@@ -48,6 +48,10 @@ RAISED_BY: dict[str, list[Callable[..., Any]]] = {
     "_core/loading/rest.py": [holdfast.load, holdfast.Checkpoints.restore],
     "_core/loading/tied.py": [holdfast.load, holdfast.Checkpoints.restore],
     "_models/equality/engine.py": [holdfast.engine.fingerprint],
+    "_models/equality/fingerprints.py": [
+        holdfast.fingerprint,
+        *([megatron.fingerprint] if megatron else []),
+    ],
     "_models/equality/same.py": [holdfast.same],
     "_core/background/local_save.py": [holdfast.Checkpoints],
     "_core/plan/agreement.py": [holdfast.save, holdfast.async_save, holdfast.Checkpoints.save],

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import holdfast
 from holdfast.errors import CoverageError
-from tests.frameworks.fsdp import moe
+from tests.frameworks.fsdp import moe, published_jobs
 from tests.frameworks.fsdp.moe import Layout
 from tests.support.processes import ProcessWorld
 from tests.system.checks import errors_of, same_everywhere
@@ -147,3 +147,15 @@ def test_a_float32_trainer_is_compared_with_a_bfloat16_folder(eight: ProcessWorl
         (tmp_path / name).mkdir()
         save_file(other, tmp_path / name / "model.safetensors")
         assert [one.name for one in holdfast.same(live, tmp_path / name).different] == [name]
+
+
+def test_sharded_weights_have_fingerprints_under_published_names(eight: ProcessWorld) -> None:
+    """As whole weights in one process have them; beside optimizer state, also with a prefix of the names."""
+    alone = holdfast.fingerprint(
+        published_jobs.whole(), published=published_jobs.CONFIG, job=holdfast.Job(no_dist=True)
+    )
+    assert len(alone) == 3 + 3 * published_jobs.EXPERTS
+    for found in eight.run(published_jobs.published_fingerprints):
+        assert found == [alone] * 4
+    for message in eight.run(published_jobs.open_offsets):
+        assert "known to all ranks together only" in message

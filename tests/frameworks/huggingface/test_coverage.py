@@ -100,8 +100,10 @@ def test_the_command_tells_of_a_folder(folder: Path, tmp_path: Path) -> None:
     said = CliRunner().invoke(cli, ["models", "--unnamed", str(folder)])
     assert said.exit_code == 0
     total = len(weights(folder))
-    assert said.output == f"The table 'glm4_moe' names all but 0 of {total} tensors.\n"
+    assert said.output == f"The table 'glm4_moe' names all {total} tensors.\n"
     more = changed(folder, tmp_path / "more", STRANGE)
+    said = CliRunner().invoke(cli, ["models", "--unnamed", str(more)])
+    assert f"The table 'glm4_moe' does not name 3 of {total + 3} tensors." in said.output
     said = CliRunner().invoke(cli, ["models", "--unnamed", str(more), "--json"])
     assert said.exit_code == 1
     assert json.loads(said.output) == {

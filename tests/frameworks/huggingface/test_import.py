@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 import holdfast
 from holdfast._tools.cli import cli
-from holdfast.errors import BadInput, CorruptCheckpoint, NotCommitted
+from holdfast.errors import BadInput, CorruptCheckpoint, MissingTensors, NotCommitted
 from holdfast.huggingface import export, fetch, import_
 from tests.frameworks.huggingface import jobs
 from tests.frameworks.huggingface.models import TINY, edit_config, publish, rewrite, weights
@@ -135,7 +135,7 @@ def test_quantised_elements_are_not_exported_without_their_configuration(tmp_pat
     rewrite(tmp_path / "model", {**tensors, name: tensors[name].to(torch.float8_e4m3fn)})
     edit_config(tmp_path / "model", quantization_config={"quant_method": "compressed-tensors"})
     import_(tmp_path / "model", tmp_path / "step", job=holdfast.Job(no_dist=True))
-    with pytest.raises(BadInput, match="is quantised: such weights are not exported"):
+    with pytest.raises(BadInput, match="is quantized: such weights are not exported"):
         export(tmp_path / "step", tmp_path / "out", like=tmp_path / "model")
 
 
@@ -214,6 +214,52 @@ def test_weights_of_transformers_modules_are_exported(folder: Path, tmp_path: Pa
     holdfast.save(model.state_dict(), tmp_path / "step", job=holdfast.Job(no_dist=True))
     export(tmp_path / "step", tmp_path / "again", like=folder)
     assert holdfast.same(tmp_path / "again", folder).same
+
+
+def test_a_model_under_a_prefix_is_exported_and_compared(folder: Path, tmp_path: Path) -> None:
+    """As the pages save it, beside an optimizer; other models and weights are told."""
+    import transformers
+
+    alone = holdfast.Job(no_dist=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model_state, optim_state = holdfast.get_state_dict(model, torch.optim.AdamW(model.parameters()))
+    state = {"model": model_state, "optim": optim_state, "head": {"weight": torch.ones(3)}}
+    holdfast.save(state, tmp_path / "run", job=alone)
+    report = export(tmp_path / "run", tmp_path / "again", like=folder)
+    assert (report.prefix, report.left_out) == ("model.", ("head.weight",))
+    assert holdfast.same(tmp_path / "again", folder).same
+    found = holdfast.same(tmp_path / "run", folder)
+    assert (found.only_a, found.only_b, found.different) == (("head.weight",), (), ())
+    assert (found.prefix_a, found.prefix_b) == ("model.", "")
+    for include in (["model"], ["model.*"], ["lm_head.weight"]):
+        assert holdfast.same(folder, tmp_path / "run", include=include).same
+    said = CliRunner().invoke(cli, ["same", str(tmp_path / "run"), str(folder), "--exclude", "head"])
+    assert said.exit_code == 0
+    assert f"Names in {tmp_path / 'run'} begin with 'model.'; they are compared and listed without it." in (
+        said.output
+    )
+
+    average = {name: value + 1 for name, value in model_state.items()}
+    holdfast.save({"model": model_state, "average": average}, tmp_path / "two", job=alone)
+    with pytest.raises(
+        BadInput, match=r"several models whose names fit: 'average', 'model'.*--include model"
+    ):
+        holdfast.same(tmp_path / "two", folder)
+    assert holdfast.same(tmp_path / "two", folder, include=["model"]).same
+    assert len(holdfast.same(tmp_path / "two", folder, include=["average"]).different) == len(average)
+    arguments = ["export", "hf", str(tmp_path / "two"), str(tmp_path / "out"), "--like", str(folder)]
+    said = CliRunner().invoke(cli, arguments)
+    assert said.exit_code == 2
+    assert "several models whose names fit: 'average', 'model'" in said.output
+    said = CliRunner().invoke(cli, [*arguments, "--prefix", "model"])
+    assert said.exit_code == 0
+    assert "Names in the checkpoint begin with 'model.'; they are exported without it." in said.output
+    assert "No part of the model, left out: average." in said.output
+    assert holdfast.same(tmp_path / "out", folder).same
+    with pytest.raises(BadInput, match="holds no weight under 'modl'"):
+        export(tmp_path / "two", tmp_path / "none", like=folder, prefix="modl")
+    with pytest.raises(MissingTensors, match="Load the part of the state under 'model' alone"):
+        holdfast.load({"model": model}, folder, job=alone)
 
 
 def test_scales_are_not_exported_as_weights(tmp_path: Path) -> None:

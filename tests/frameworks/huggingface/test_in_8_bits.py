@@ -115,6 +115,46 @@ def test_elements_are_multiplied_by_their_scales_whole_and_cut(name: str, tmp_pa
     assert torch.equal(as_it_is["w.weight"].float(), weight.float())
 
 
+def test_two_folders_in_8_bits_are_the_same_if_they_load_the_same(tmp_path: Path) -> None:
+    """Of any form of scales, with fingerprints and without; scales of activations on one side are no weights."""
+    torch.manual_seed(0)
+    weight, half = torch.randn(ROWS, COLUMNS).to(E4M3), torch.full((3, 2), 0.5)
+    blocks = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    twice = (weight.float() * 2).to(E4M3)
+    noted = holdfast.Job(no_dist=True, options=holdfast.Options(fingerprint=True))
+    for name, about, tensors in (
+        ("blocks", None, {"w.weight_scale_inv": blocks}),
+        ("suffix", None, {"w.weight_scale": blocks}),
+        ("activations", None, {"w.weight_scale_inv": blocks, "w.input_scale": torch.tensor(0.5)}),
+        ("sides", {"quant_method": "fp8", "weight_block_size": [100, 120]}, {"w.weight_scale_inv": blocks}),
+        ("other", None, {"w.weight_scale_inv": blocks * 2}),
+        ("halves", None, {"w.weight_scale_inv": half}),
+        ("one half", None, {"w.weight_scale_inv": torch.tensor(0.5)}),
+        ("twice", None, {"w.weight": twice, "w.weight_scale_inv": half / 2}),
+    ):
+        publish(tmp_path / name, about, {"w.weight": weight, "b.weight": torch.ones(2), **tensors})
+        if name in ("blocks", "sides"):
+            huggingface.import_(tmp_path / name, tmp_path / f"{name}, noted", strict=False, job=noted)
+    read = {}
+    for like, others in (
+        ("blocks", ("blocks", "suffix", "activations", "blocks, noted")),
+        ("halves", ("halves", "one half", "twice")),
+        ("blocks, noted", ("blocks, noted", "activations")),
+    ):
+        for other in others:
+            for a, b in ((like, other), (other, like)):
+                verdict = holdfast.same(tmp_path / a, tmp_path / b)
+                assert verdict.same, (a, b, str(verdict))
+                read[a, b] = verdict.bytes_read
+    assert read["blocks, noted", "blocks, noted"] == 0
+    for a, b in (("blocks", "sides"), ("blocks", "other"), ("blocks, noted", "sides, noted")):
+        (one,) = holdfast.same(tmp_path / a, tmp_path / b, where=True).different
+        x, y = ({"w.weight": torch.zeros(ROWS, COLUMNS)} for _ in "ab")
+        holdfast.load(x, tmp_path / a)
+        holdfast.load(y, tmp_path / b)
+        assert (one.name, one.elements) == ("w.weight", int((x["w.weight"] != y["w.weight"]).sum()))
+
+
 @pytest.mark.parametrize("name", ["blocks in e8m0", "fp8, one scale"])
 def test_transformers_makes_the_same_of_them(name: str, tmp_path: Path) -> None:
     """Where it reads them; its blocks divide the tensor."""

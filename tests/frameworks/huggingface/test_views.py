@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,17 @@ def test_what_no_table_has_is_told_with_the_nearest() -> None:
         BadInput, match=r"has no 'output_layer.weights'. The nearest of its names is 'output_layer.weight'"
     ):
         mapping_of("qwen3", "output_layer.weights")
+    for name, near in (
+        ("decoder.layers.3.mlp.router.weigt", "decoder.layers.3.mlp.router.weight"),
+        ("decoder.layers.mlp.router.weigt", "decoder.layers.mlp.router.weight"),
+        (
+            "decoder.layers.3.mlp.experts.experts.5.linear_fc1",
+            "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight",
+        ),
+    ):
+        with pytest.raises(BadInput, match=f"nearest of its names is '{re.escape(near)}'"):
+            mapping_of("qwen3_moe", name)
+        assert near in mapping_of("qwen3_moe", near)
     assert len(families()) >= 12
     said = mapping_of("qwen3_5_moe_text", "decoder.layers.mlp.experts.experts.linear_fc2.weight")
     assert "(or model.layers.{layer}.mlp.experts.down_proj, if the model has no such tensor)" in said

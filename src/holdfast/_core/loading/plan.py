@@ -13,7 +13,7 @@ from holdfast._core.format.columns import Array, Columns
 from holdfast._core.format.limits import bounded_memory
 from holdfast._core.io.file_reader import ReadPlan, plan_read
 from holdfast._core.io.renamed import moved
-from holdfast._core.io.source import Source, rows_of
+from holdfast._core.io.source import ForeignSource, Source, rows_of
 from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import KINDS, OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
 from holdfast._core.loading.filling import check_filled, refuse_expanded
@@ -226,6 +226,9 @@ def _renaming(index: Source, table: ShardTable, gone: list[int], have: list[str]
         for name, spec in missing.items()
         if (other := stored[name]) is not None and other in specs
     )
+    if alike and isinstance(index, ForeignSource):  # takes no `rename`
+        fit = f"{fits} of these {len(missing)} names fit so."
+        return "" if theirs else f"Load the part of the state under {ours!r} alone: {fit}"
     return remedy(mapping, fits, len(missing)) if alike else ""
 
 

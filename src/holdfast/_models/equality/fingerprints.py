@@ -35,6 +35,7 @@ from holdfast._core.state.memory import CallerStreams
 from holdfast._models.equality.published_names import Published, under_published_names, view_by
 from holdfast._models.equality.rounding import Numbers, Rounded, RoundedSums, rounded_of
 from holdfast._models.equality.shortcuts import small_sums, turned_sums
+from holdfast._models.views.family import View
 from holdfast.errors import BadInput, CoverageError, ReplicaMismatch
 
 _SLAB = 16 << 20
@@ -72,7 +73,8 @@ def fingerprint(
     state_dict: nested dict, as `holdfast.save` takes it. Optimizer state and objects are left out.
     include, exclude: shell patterns of names; `model` means everything under it.
     published: a published model, as its folder or the content of its `config.json`: the fingerprints are
-        those of its tensors, under its names, to compare with an engine's (`holdfast.engine`).
+        those of its tensors, under its names, to compare with an engine's (`holdfast.engine`). A prefix that
+        the model's names have in the state is left out; names that are not the model's stay.
     job: who takes part, and deadlines (`holdfast.Job`).
 
     Raises BadInput for invalid arguments or states; ReplicaMismatch if ranks hold different data under one
@@ -97,7 +99,7 @@ def fingerprint_leaves(
     def read() -> None:
         leaves = select(collect(call.rank).leaves, include, exclude)
         table = build_shard_table(leaves, call.rank, call.participants)[0]
-        task.take(table if published is None else under_published_names(table, view_by(published)))
+        task.take(table, None if published is None else view_by(published))
 
     task.collect_error = read_state(read, call.rank)
     return msgspec.convert(task.run(), ready(dict[str, Fingerprint]))
@@ -125,7 +127,8 @@ class SumsTask(CollectiveTask):
         self._first: dict[int, int] = {}
         """By rank: the first rank with the same rows; on the rank that decides."""
 
-    def take(self, table: ShardTable) -> None:
+    def take(self, table: ShardTable, view: View | None = None) -> None:
+        """Set the shards to sum; with a view, under the names of the published tensors that they are of."""
         # Offsets that assume an even split on other ranks are accepted: ranks with an uneven split raise this
         # error, and boxes that leave a gap are an error in the end.
         if any(late is not None and late.start == -1 for late in table.deferred):
@@ -133,6 +136,9 @@ class SumsTask(CollectiveTask):
                 "The offsets of some shards are known to all ranks together only; such a state has no "
                 "fingerprint."
             )
+        self._view, self._is_named = view, True
+        if view is not None:
+            table, self._is_named = under_published_names(table, view)
         self._table = table
         self._streams = CallerStreams(table)  # on the caller's thread, whose streams these are
 
@@ -151,9 +157,18 @@ class SumsTask(CollectiveTask):
             sums = known[row] if row in known else self._sums(row)
             self._report.rows.append((spec.name, box.offset, box.shape, is_copy, *sums))
         # A digest instead of the rows, because data-parallel ranks usually have the same rows.
-        return {"rows": hex_digest(digest(msgspec.json.encode(self._report.rows)))}
+        rows_digest = hex_digest(digest(msgspec.json.encode(self._report.rows)))
+        return {"rows": rows_digest, "named": self._is_named}
 
     def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
+        # A rank may hold nothing of the model.
+        if self._view is not None and not any(message["named"] for message in contributions.values()):
+            some = min(self._report.specs, default=None)
+            raise BadInput(
+                f"No weight of the state has a name of the family {self._view.family.name!r}"
+                + (f", such as {some!r}." if some else "."),
+                hint="published= is the model that the state is of, under its names or megatron-core's.",
+            )
         first: dict[str, int] = {}
         for rank, message in contributions.items():
             first.setdefault(message["rows"], rank)

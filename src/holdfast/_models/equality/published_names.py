@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from holdfast._core.format.names import is_weight
 from holdfast._core.layout.tensor import OBJECT, TensorSpec
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.state.memory import TensorMemory, ViewMemory
 from holdfast._core.store.local import open_store
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.family import EMBEDDING, View, language_model, view_of
+from holdfast._models.views.prefixes import prefix_of
 from holdfast._models.views.published_model import read_config
 from holdfast._models.views.reordered import as_published
 from holdfast.errors import BadInput
@@ -36,22 +38,27 @@ def view_by(published: Published) -> View:
     return view_of(config, where, named=lambda name: inside and name == _INSIDE)
 
 
-def under_published_names(table: ShardTable, view: View) -> ShardTable:
-    """Return a table of the same memory as shards of published tensors. Names that the view does not have
-    stay."""
+def under_published_names(table: ShardTable, view: View) -> tuple[ShardTable, bool]:
+    """Return a table of the same memory as shards of published tensors, and whether any weight has a name of
+    the model. Names that the view does not have stay.
+
+    A prefix that the names of the model have in the state, such as `model.`, is left out.
+    """
     seen = ShardTable(table.rank)
-    for row, spec in enumerate(table.specs):
-        memory = table.memory[row]
+
+    def fits(name: str) -> bool:
+        return view.knows(name) or view.names(name)
+
+    weights = {spec.name for spec in table.specs if spec.kind != OBJECT and is_weight(spec.name)}
+    prefix = prefix_of(weights, fits, "The state", 'Choose one, such as include=["model"].')
+    for row, stored in enumerate(table.specs):
+        spec, memory = stored._replace(name=stored.name.removeprefix(prefix)), table.memory[row]
         if isinstance(memory, ViewMemory):
             memory = TensorMemory(memory.tensor[(None,) * memory.lead])
-        if spec.kind == OBJECT or not isinstance(memory, TensorMemory) or not view.knows(spec.name):
-            seen.extend(table.take([row]))
-            continue
-        if table.deferred[row] is not None:
-            raise BadInput(
-                f"The offset of {spec.name!r} depends on other ranks, so it has no published name."
-            )
         box = table.boxes[row]
+        if spec.kind == OBJECT or not isinstance(memory, TensorMemory) or not view.knows(spec.name):
+            seen.add(spec, box, table.replicas[row], table.unsharded[row], table.memory[row])
+            continue
         for segment in view.segments(spec.name, spec.shape, box):
             if segment.change or segment.split:
                 raise BadInput(
@@ -65,4 +72,4 @@ def under_published_names(table: ShardTable, view: View) -> ShardTable:
             published = TensorSpec(segment.name, spec.dtype, segment.whole)
             seen.add(published, segment.theirs(segment.box), table.replicas[row], False, TensorMemory(mine))
     seen.check()
-    return seen
+    return seen, any(fits(name.removeprefix(prefix)) for name in weights)

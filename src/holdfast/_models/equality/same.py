@@ -24,7 +24,7 @@ from holdfast._core.format.columns import Array
 from holdfast._core.format.fingerprint import box_sums, nothing, text_of
 from holdfast._core.io.raw_read import slabs
 from holdfast._core.layout.box import Box, whole
-from holdfast._core.layout.patterns import refuse_text, selector
+from holdfast._core.layout.patterns import refuse_text
 from holdfast._core.layout.tensor import (
     CODE_OF,
     DTYPES,
@@ -37,6 +37,8 @@ from holdfast._core.plan.agreement import what
 from holdfast._core.protocol.call import check_names
 from holdfast._core.state.memory import torch_dtype
 from holdfast._models.equality.adapted import alternatives, merge_told, side_with_adapter
+from holdfast._models.equality.eight_bits import goes_with, multiplied
+from holdfast._models.equality.name_prefix import leave_out_prefix
 from holdfast._models.equality.pairs import Pair, Region
 from holdfast._models.equality.parts import wrong_ranks
 from holdfast._models.equality.rounding import LOST, cast, one_nan
@@ -65,7 +67,8 @@ def same(
     a, b: a checkpoint of Holdfast, torch DCP or megatron-core in any layout, a run folder (its newest step),
         the folder of a model in Hugging Face's format, or the result of `fingerprint` on a live state, or of
         `holdfast.engine.fingerprint`.
-        If one is a published model, the other must have its names, megatron-core's or transformers'.
+        If one is a published model, the other must have its names, megatron-core's or transformers'. A prefix
+        that the names of a model have in one place only, such as `model.`, is left out.
     where: also count the differing elements of each tensor, and find the first.
     include, exclude: shell patterns of names; `decoder.layers` means everything under it.
     progress: called with the number of bytes read so far.
@@ -87,8 +90,9 @@ def same(
             isinstance(second, LiveSide) and not isinstance(first, LiveSide)
         )
         lead, other = (second, first) if swapped else (first, second)
+        keep = leave_out_prefix(lead, other, include, exclude)
         work = _Comparison(lead, other, where, progress)
-        work.run(selector((include, exclude)))
+        work.run(keep)
     only, unlike = work.only, work.unlike
     if swapped:
         only = only[::-1]
@@ -108,6 +112,9 @@ def same(
         work.bytes_read,
         tuple(sorted(work.not_in_engine)),
         merge,
+        first.prefix,
+        second.prefix,
+        work.by_fingerprints,
     )
 
 
@@ -119,13 +126,15 @@ class _Comparison:
         self._where, self._progress = where, progress
         self._live = isinstance(lead, LiveSide)
         self._view = other.published.view_if_known if other.published is not None else None
-        self.equal = self.bytes_read = 0
+        self.equal = self.bytes_read = self.by_fingerprints = 0
         self.changed = 0
         """Number of compared tensors that the adapter of a side changes."""
         self.converted: dict[str, str] = {}
         self.rounded: dict[str, str] = {}
         self._unscaled: set[str] = set()
         """Published tensors in 8 bits that were compared as they are stored."""
+        self._multiplied = set[str]()
+        """Names of tensors in 8 bits on both sides that are compared multiplied by their scales."""
         self._lost: dict[str, None] = {}
         """Descriptions of values of the current tensor that a cast lost, in order."""
         self._has_nan = False
@@ -138,6 +147,7 @@ class _Comparison:
         mine, theirs = self._lead.weights(), self._other.weights()
         self._refuse_unknown(mine, theirs)
         prints = self._lead.fingerprints(), self._other.fingerprints()
+        self._multiplied = multiplied((self._lead, self._other), (mine, theirs), prints)
         compared = 0
         for name, spec in mine.items():
             if not keep(name):
@@ -182,14 +192,14 @@ class _Comparison:
                 hint="docs/huggingface.md shows how to add a table.",
             )
 
-    @staticmethod
     def _goes_with_its_tensor(
-        name: str, mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]
+        self, name: str, mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]
     ) -> bool:
         """Return whether a name is the scales of a tensor that is compared after it was multiplied."""
         base = base_of(name)
         both = base != name and name not in theirs and base in mine and base in theirs
-        return both and mine[base].dtype == IN_8_BITS != theirs[base].dtype
+        is_other = both and mine[base].dtype == IN_8_BITS != theirs[base].dtype
+        return is_other or goes_with(name, self._multiplied, theirs)
 
     def _is_scale(self, name: str, theirs: Mapping[str, TensorSpec]) -> bool:
         """Return whether a name is the scales of a tensor that was compared after it was multiplied."""
@@ -287,8 +297,9 @@ class _Comparison:
         return prints[0], prints[1]
 
     def _with_scales(self, spec: TensorSpec, theirs: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
-        """Return the specs for reading both: as stored if dtypes are equal, else scaled ones as float32."""
-        if spec.dtype == theirs.dtype:
+        """Return the specs for reading both: as stored if dtypes are equal, else scaled ones as float32.
+        `_multiplied` are float32 on both sides."""
+        if spec.dtype == theirs.dtype and spec.name not in self._multiplied:
             return spec, theirs
         specs = [
             one._replace(dtype=CODE_OF["float32"])
@@ -305,6 +316,7 @@ class _Comparison:
         mine, theirs = self._rounded(pair)
         if mine is not None and theirs is not None:
             differ = mine != theirs or not mine  # ranks of an engine differ from each other
+            self.by_fingerprints += 1
         elif mine is not None:
             differ = self._sums(self._other, 1, pair) != mine
         elif theirs is not None:

@@ -45,7 +45,19 @@ class LiveSide:
 
     def __init__(self, known: Mapping[str, Fingerprint]) -> None:
         self.used: set[str] = set()
+        self.prefix = ""
         self._known = known
+        self._stored_name: dict[str, str] = {}
+
+    def leave_out(self, prefix: str) -> None:
+        """Leave out a prefix of names from now on."""
+        self.prefix = prefix
+        self._stored_name = {name.removeprefix(prefix): name for name in self._known}
+        self._known = {name.removeprefix(prefix): one for name, one in self._known.items()}
+
+    def stored_name(self, name: str) -> str:
+        """Return a name with the prefix that was left out; also of a tensor that is not there."""
+        return self._stored_name.get(name, self.prefix + name)
 
     def weights(self) -> dict[str, TensorSpec]:
         return {name: TensorSpec(name, CODE_OF[one.dtype], one.shape) for name, one in self._known.items()}
@@ -75,6 +87,9 @@ class FolderSide:
     source: Source
     used: set[str] = field(default_factory=set)
     """Names of stored tensors that were read at least partly."""
+    prefix: str = ""
+    """What stored names begin with, and names of this side do not."""
+    _stored_name: dict[str, str] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -93,10 +108,25 @@ class FolderSide:
 
     def weights(self) -> dict[str, TensorSpec]:
         """Return the specs of all weights, by name."""
-        specs = {spec.name: spec for spec in self._columns.specs() if spec.kind == TENSOR}
-        if not specs:
+        if not self._specs:
             raise BadInput(f"{self.store.url} holds no weights.")
-        return specs
+        return self._specs
+
+    @cached_property
+    def _specs(self) -> dict[str, TensorSpec]:
+        return {spec.name: spec for spec in self._columns.specs() if spec.kind == TENSOR}
+
+    def leave_out(self, prefix: str) -> None:
+        """Leave out a prefix of names from now on."""
+        self.prefix = prefix
+        self._stored_name = {name.removeprefix(prefix): name for name in self._specs}
+        self._specs = {
+            name: self._specs[stored]._replace(name=name) for name, stored in self._stored_name.items()
+        }
+
+    def stored_name(self, name: str) -> str:
+        """Return a name with the prefix that was left out; also of a tensor that is not there."""
+        return self._stored_name.get(name, self.prefix + name)
 
     def fingerprints(self) -> dict[str, str]:
         """Return the stored fingerprints by name."""
@@ -108,7 +138,11 @@ class FolderSide:
             files = [(columns.file_names[file], int(columns.file_size[file])) for file in used]
             check_files(self.store, files, embedded=True)
         changed = self.published.changes if self.published is not None else {}
-        return {name: text_of(sums) for name, sums in known.items() if name not in changed}
+        return {
+            name.removeprefix(self.prefix): text_of(sums)
+            for name, sums in known.items()
+            if name not in changed
+        }
 
     def merging(self, times: int) -> FolderSide:
         """Return the same published model with its adapter merged so often."""
@@ -116,6 +150,7 @@ class FolderSide:
         return FolderSide(self.store, cast(Source, self.published.merging(times)))
 
     def read(self, spec: TensorSpec, box: Box, dtype: int) -> torch.Tensor:
+        spec = spec._replace(name=self.stored_name(spec.name))
         (tensor,), used = read_boxes(self.store, self.source, [Wanted(spec, box, dtype)])
         self.used |= used
         return tensor

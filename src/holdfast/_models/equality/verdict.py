@@ -63,6 +63,11 @@ class Same(msgspec.Struct, frozen=True):
     model. They were not compared."""
     merge: str = ""
     """What is proven of the merge of an adapter on the other side, in words (`Unlike.adapter`)."""
+    prefix_a: str = ""
+    """What names begin with in that place, such as `model.`, and are named without here."""
+    prefix_b: str = ""
+    by_fingerprints: int = 0
+    """How many tensors were compared by fingerprints that both places have."""
 
     def __str__(self) -> str:
         said = [f"the same: {_tensors(self.equal)}"]
@@ -75,9 +80,16 @@ class Same(msgspec.Struct, frozen=True):
             said.append(listed([f"{one.name!r} on {one.where}" for one in wrong], str, _SHOWN))
         # "The same" must not be mistaken for equality of the more exact values.
         said += [f"compared as {dtype}: {_tensors(n)}" for dtype, n in self.compared_as().items()]
+        for place, prefix in self.prefixes():
+            said.append(f"names in {place} are without {prefix!r}")
         if self.not_in_engine:
             said += [f"not in the engine, and not compared: {_tensors(len(self.not_in_engine))}"]
         return "; ".join(said)
+
+    def prefixes(self) -> list[tuple[str, str]]:
+        """Return the places whose names begin with a prefix that is left out here, and the prefix."""
+        pairs = (self.a, self.prefix_a), (self.b, self.prefix_b)
+        return [(place, prefix) for place, prefix in pairs if prefix]
 
     def compared_as(self) -> dict[str, int]:
         """Return how many tensors were compared in a less exact dtype, by that dtype."""

@@ -41,6 +41,7 @@ from holdfast._core.store.pins import Pin
 from holdfast._models.conversion.folder import carried, put_files, refuse_changed
 from holdfast._models.huggingface.assembling import PublishedPart, assemble, assemble_quantized
 from holdfast._models.huggingface.published_tensors import (
+    ModelPart,
     PublishedTensor,
     plan_export,
     share_among_files,
@@ -74,6 +75,10 @@ class ExportReport(msgspec.Struct, frozen=True):
     files: int
     missing: tuple[str, ...] = ()
     """Tensors of the folder `like` that the checkpoint does not have (strict=False)."""
+    prefix: str = ""
+    """What the names of the model begin with in the checkpoint, such as `model.`."""
+    left_out: tuple[str, ...] = ()
+    """Weights of the checkpoint that are no part of the model: their names have no such prefix."""
 
 
 def export_huggingface(
@@ -85,6 +90,7 @@ def export_huggingface(
     quantize: str | None = None,
     file_bytes: int = FILE_BYTES,
     strict: bool = True,
+    prefix: str | None = None,
     progress: ReportProgress | None = None,
     job: Job | None = None,
 ) -> ExportReport:
@@ -103,6 +109,8 @@ def export_huggingface(
     file_bytes: the most bytes of weights in a file.
     strict: raise an error for tensors of `like` that the checkpoint does not have; otherwise they are left
         out and reported.
+    prefix: of the model's names in the checkpoint, such as "model" of one of `{"model": model, "optim":
+        optimizer}`; None: find it. Weights without it are left out and reported.
     progress: called with the bytes that this rank has done, and the bytes of all its files.
     job: who takes part, and deadlines (`holdfast.Job`); its `timeout` is 7200 s by default.
 
@@ -124,6 +132,7 @@ def export_huggingface(
         quantize=quantize,
         file_bytes=file_bytes,
         strict=strict,
+        prefix=prefix,
         progress=progress or quiet,
     )
 
@@ -138,6 +147,7 @@ def run_export(
     quantize: str | None = None,
     file_bytes: int = FILE_BYTES,
     strict: bool = True,
+    prefix: str | None = None,
     progress: ReportProgress = quiet,
     in_framework: bool = False,
 ) -> ExportReport:
@@ -152,7 +162,9 @@ def run_export(
     def plan() -> None:
         with open_index(store) as index:
             alike = partial(hold_the_same, store, index)
-            tensors, missing = plan_export(index, base, dtype, strict, in_framework, alike)
+            tensors, missing, export.part = plan_export(
+                index, base, dtype, strict, in_framework, alike, prefix
+            )
             if quantize is not None:
                 tensors = quantized(tensors, base)
             export.plan(index, share_among_files(tensors, file_bytes), missing)
@@ -183,6 +195,7 @@ class _Export(CollectiveTask):
         super().__init__(f"export to {out.url}", out.url, call)
         self.store, self.base, self.out = store, base, out
         self._call, self._progress, self._in_framework = call, progress, in_framework
+        self.part = ModelPart("", [], [])
         self._done = self._written = 0
         self._free = [ScratchBuffer(SLAB) for _ in range(_THREADS)]
         """Buffers that no thread is using."""
@@ -203,7 +216,16 @@ class _Export(CollectiveTask):
     def report(self) -> ExportReport:
         """Return the report of a finished export."""
         tensors = sum(len(one.stored()) for _, part in self._files for one in part)
-        return ExportReport(self.out.url, self._step, tensors, self._written, len(self._files), self._missing)
+        return ExportReport(
+            self.out.url,
+            self._step,
+            tensors,
+            self._written,
+            len(self._files),
+            self._missing,
+            self.part.prefix,
+            tuple(self.part.left_out),
+        )
 
     # -- called by the protocol ---------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from holdfast._models.views import hub_format as hf
 from holdfast._models.views.family import OUTPUT, View, as_published, is_known, language_model, view_of
 from holdfast._models.views.hugging_face import HuggingFaceFolder
 from holdfast._models.views.mapping import Segment, same
+from holdfast._models.views.prefixes import prefix_of
 from holdfast._models.views.published_model import read_config
 from holdfast.errors import BadInput, CoverageError, MissingTensors
 
@@ -77,6 +78,16 @@ class PublishedTensor:
             )
 
 
+class ModelPart(NamedTuple):
+    """The weights of a checkpoint that are exported."""
+
+    prefix: str
+    """What their names begin with in the checkpoint, besides the model's own names, such as `model.`."""
+    specs: list[TensorSpec]
+    left_out: list[str]
+    """Names of weights without this prefix."""
+
+
 def config_of(base: LocalStore) -> dict[str, object]:
     """Return the configuration of a published folder. BadInput if it has none."""
     config = read_config(base)
@@ -103,9 +114,10 @@ def plan_export(
     strict: bool,
     in_framework: bool,
     alike: Callable[[TensorSpec, TensorSpec], bool],
-) -> tuple[list[PublishedTensor], list[str]]:
+    prefix: str | None = None,
+) -> tuple[list[PublishedTensor], list[str], ModelPart]:
     """Return the published tensors that the checkpoint's weights make up, in the natural order of their
-    names, and the names in the published folder that the checkpoint lacks.
+    names, the names in the published folder that the checkpoint lacks, and which weights were taken.
 
     base: the published folder. A tensor of the checkpoint with a name from there is written unchanged.
     dtype: the dtype to write; None: as in that folder or, `in_framework`, as stored.
@@ -113,6 +125,7 @@ def plan_export(
         tokens, if it has none of them), and BadInput for a folder without weights.
     alike: whether two tensors of the checkpoint hold the same elements; asked for an output layer that the
         published model ties to its embedding.
+    prefix: of the names in the checkpoint; None: find it.
     """
     if dtype is not None and dtype not in WRITTEN_AS:
         raise BadInput(f"dtype={dtype!r} is none of {', '.join(WRITTEN_AS)}.")
@@ -130,14 +143,16 @@ def plan_export(
         return None if in_framework else _published_dtype(folder, name) or next(iter(said), None)
 
     by_name: dict[str, PublishedTensor] = {}
-    for spec in _weights(index, view, published, base):
+    part = _model_part(index, view, published, base, prefix)
+    for spec in part.specs:
+        name = spec.name.removeprefix(part.prefix)
         if "quantization_config" in config:
             _refuse_quantised(index, spec, base)
         segments = (
             # It already has a published name (an import, or transformers' modules).
-            same([spec.name], spec.shape, {})
-            if spec.name in published and not _is_in_another_layout(spec, folder, view)
-            else view.segments(spec.name, spec.shape, whole(spec.shape))
+            same([name], spec.shape, {})
+            if name in published and not _is_in_another_layout(name, spec.shape, folder, view)
+            else view.segments(name, spec.shape, whole(spec.shape))
         )
         for segment in segments:
             code = _code(spec, wanted_code(segment.name), dtype is None)
@@ -148,7 +163,7 @@ def plan_export(
     tensors = sorted(by_name.values(), key=lambda tensor: natural(tensor.name))
     for tensor in tensors:
         if view.is_tied:
-            _leave_out_tied_output(tensor, index.where, alike)
+            _leave_out_tied_output(tensor, part.prefix, index.where, alike)
         _check_covered(tensor, index.where)
     if folder is None:
         if strict:
@@ -156,7 +171,7 @@ def plan_export(
                 f"{base.url} holds no weights, so whether the checkpoint has all of the model can't be told.",
                 hint="Give a folder with weights, or strict=False (--partial).",
             )
-        return tensors, []
+        return tensors, [], part
     missing = _missing(tensors, folder, base.url)
     needed = missing
     if in_framework:
@@ -170,40 +185,63 @@ def plan_export(
             hint="Layers that predict further tokens may be left out with strict=False (--partial).",
             details={"missing": needed[:100]},
         )
-    return tensors, missing
+    return tensors, missing, part
 
 
-def _weights(index: Index, view: View, published: set[str], base: LocalStore) -> list[TensorSpec]:
+def _model_part(
+    index: Index, view: View, published: set[str], base: LocalStore, prefix: str | None
+) -> ModelPart:
     """Return the weights of a checkpoint. BadInput for weights that map to no published tensor."""
     names = [name for name in index.names() if is_weight(name) and not hf.is_constant(name)]
     specs = [spec for spec in index.select(index.find(names)).specs() if spec.kind == TENSOR]
-    unknown = [spec.name for spec in specs if spec.name not in published and not view.knows(spec.name)]
+    weights = [spec.name for spec in specs]
+
+    def fits(name: str) -> bool:
+        return name in published or view.knows(name)
+
+    if prefix is None:
+        hint = 'Choose one with prefix= (--prefix), such as prefix="model".'
+        prefix = prefix_of(weights, fits, index.where, hint)
+    elif prefix:
+        prefix = prefix.removesuffix(".") + "."
+        if not any(name.startswith(prefix) for name in weights):
+            near = nearest(prefix, {name.partition(".")[0] + "." for name in weights})
+            raise BadInput(
+                f"{index.where} holds no weight under {prefix.removesuffix('.')!r}.",
+                hint=f"The nearest there is {near.removesuffix('.')!r}." if near else "",
+            )
+    part = ModelPart(
+        prefix,
+        [spec for spec in specs if spec.name.startswith(prefix)],
+        [name for name in weights if not name.startswith(prefix)],
+    )
+    unknown = [spec.name for spec in part.specs if not fits(spec.name.removeprefix(prefix))]
     if unknown:
         if view.is_of_no_table:
             view_to_export(base)  # raises BadInput, with the nearest type
         raise BadInput(
             f"{index.where} holds {len(unknown)} weights that the family {view.family.name!r} has no place "
             f"for: {counted(unknown)}.",
-            hint="An adapter must be merged into the weights first; scales of quantised weights are not "
+            hint="An adapter must be merged into the weights first; scales of quantized weights are not "
             "exported; a checkpoint of another model needs that model's folder.",
             details={"unknown": unknown[:100]},
         )
-    return specs
+    return part
 
 
-def _is_in_another_layout(spec: TensorSpec, folder: HuggingFaceFolder | None, view: View) -> bool:
+def _is_in_another_layout(name: str, shape: Dims, folder: HuggingFaceFolder | None, view: View) -> bool:
     """Return whether a tensor with a published name is published in another layout."""
-    return folder is not None and view.has_layouts(spec.name) and folder.shape(spec.name) != spec.shape
+    return folder is not None and view.has_layouts(name) and folder.shape(name) != shape
 
 
 def _leave_out_tied_output(
-    tensor: PublishedTensor, where: str, alike: Callable[[TensorSpec, TensorSpec], bool]
+    tensor: PublishedTensor, prefix: str, where: str, alike: Callable[[TensorSpec, TensorSpec], bool]
 ) -> None:
     """Leave out an output layer that the published model ties to its embedding, if the checkpoint has both.
 
     Raises BadInput if they differ.
     """
-    outputs = [piece for piece in tensor.pieces if piece.spec.name in OUTPUTS]
+    outputs = [piece for piece in tensor.pieces if piece.spec.name.removeprefix(prefix) in OUTPUTS]
     others = [piece for piece in tensor.pieces if piece not in outputs]
     if not outputs or not others:
         return
@@ -224,7 +262,7 @@ def _refuse_quantised(index: Index, spec: TensorSpec, base: LocalStore) -> None:
     name = DTYPES[spec.dtype].name
     if name not in (*WRITTEN_AS, "float64"):
         raise BadInput(
-            f"{index.where} holds {spec.name!r} in {name}, and {base.url} is quantised: such weights are not "
+            f"{index.where} holds {spec.name!r} in {name}, and {base.url} is quantized: such weights are not "
             f"exported.",
             hint="Load them into a model in floating point, and export what that saves.",
             details={"tensor": spec.name},

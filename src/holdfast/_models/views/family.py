@@ -91,8 +91,11 @@ class Family:
         return self.refuse(name) if found is None else found
 
     def refuse(self, name: str) -> NoReturn:
-        near = nearest(_NUMBER.sub("", name), self.entries)
-        hint = f"The nearest of its names is {near!r}." if near else ""
+        near, numbers, hint = nearest(_NUMBER.sub("", name), self.entries), iter(_NUMBER.findall(name)), ""
+        if near:
+            # With the numbers of the given name, where a tensor has them.
+            like = _HOLES.sub(lambda _: next(numbers, ""), self.entries[near].name)
+            hint = f"The nearest of its names is {like!r}."
         raise BadInput(f"The family {self.name!r} has no {name!r}.", hint=hint)
 
     @property

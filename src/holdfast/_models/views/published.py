@@ -204,7 +204,7 @@ class _Look:
             raise ShapeMismatch(
                 f"{self.source.where} holds {place.name!r} in {DTYPES[place.code].name}, and {spec.name!r} "
                 f"is {DTYPES[spec.dtype].name}: Holdfast does not convert between these.",
-                hint="Of quantised models those in e4m3 with scales are read, and those in mxfp4.",
+                hint="Of quantized models those in e4m3 with scales are read, and those in mxfp4.",
                 details={"tensor": spec.name},
             )
 

@@ -11,7 +11,7 @@ from holdfast._core.state.memory import TensorMemory, torch_dtype
 from holdfast._models.views.hub_format import Place
 from holdfast._models.views.mapping import Segment
 from holdfast._models.views.published_model import PublishedModel
-from holdfast._models.views.quantized import SUFFIXES, block_of, scales_of, sides_of
+from holdfast._models.views.quantized import SUFFIXES, block_of, is_read, scales_of, sides_of
 from holdfast.errors import MissingTensors, ShapeMismatch
 
 _BYTES = CODE_OF["uint8"]
@@ -35,8 +35,7 @@ def in_8_bits(source: PublishedModel, place: Place, target: torch.Tensor, origin
     model was quantised in a way that is not read.
     """
     source.refuse_quantized(place.name)
-    name = scales_of(place.name, source.has)
-    found = None if name is None else source.place(name)
+    found = _scales_at(source, place)
     if found is None:
         raise _no_scales(source, place.name, "8", place.name + SUFFIXES[0])
     block = block_of(source.config.get("quantization_config"), source.where)
@@ -53,6 +52,21 @@ def in_8_bits(source: PublishedModel, place: Place, target: torch.Tensor, origin
     values = torch.frombuffer(bytearray(source.read_rows(found.name)), dtype=dtype).float()
     grid = tuple(-(-n // side) for n, side in zip(place.shape, sides, strict=True))
     return _In8Bits(target, torch_dtype(place.code), origin, values.view(grid), sides)
+
+
+def scales_read(source: PublishedModel, place: Place) -> tuple[Place, Dims] | None:
+    """Return the scales of a tensor in 8 bits, and how many elements along each axis share one; None if
+    `in_8_bits` would refuse them."""
+    found, quantization = _scales_at(source, place), source.config.get("quantization_config")
+    if found is None or found.code not in _SCALE_CODES or not is_read(quantization):
+        return None
+    sides = sides_of(place.shape, found.shape, block_of(quantization, source.where))
+    return None if sides is None else (found, sides)
+
+
+def _scales_at(source: PublishedModel, place: Place) -> Place | None:
+    name = scales_of(place.name, source.has)
+    return None if name is None else source.place(name)
 
 
 def _no_scales(source: PublishedModel, name: str, bits: str, missing: str) -> MissingTensors:

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     help="hf: of floating-point weights; by default as in --like, never wider than they are stored.",
 )
 @click.option("--quantize", help="hf: fp8 writes linear layers in 8 bits, with scales of blocks.")
+@click.option(
+    "--prefix",
+    help="hf: of the model's names in SOURCE, such as `model`; needed only if it holds several models.",
+)
 @click.option("--partial", is_flag=True, help="hf: leave out what the checkpoint has nothing for.")
 @click.option("--name", default="default", show_default=True, help="adapter: its name in the model.")
 @output.as_json
@@ -38,6 +42,7 @@ def command(
     like: str | None,
     dtype: str | None,
     quantize: str | None,
+    prefix: str | None,
     partial: bool,
     name: str,
     as_json: bool,
@@ -52,8 +57,10 @@ def command(
 
     adapter: the adapter (LoRA) of a model that PEFT has wrapped, to a folder that PEFT loads.
     """
-    if (kind == "torch_dist" and like) or (kind != "hf" and (dtype or quantize or partial)):
-        raise click.UsageError("--like is for hf and adapter; --dtype, --quantize and --partial are for hf.")
+    if (kind == "torch_dist" and like) or (kind != "hf" and (dtype or quantize or prefix or partial)):
+        raise click.UsageError(
+            "--like is for hf and adapter; --dtype, --quantize, --prefix and --partial are for hf."
+        )
     if kind != "torch_dist" and like is None:
         needed = {"hf": "the folder of the published model", "adapter": "a folder with adapter_config.json"}
         raise click.UsageError(f"{kind} needs --like, {needed[kind]}.")
@@ -68,6 +75,7 @@ def command(
                 dtype=dtype,
                 quantize=quantize,
                 strict=not partial,
+                prefix=prefix,
                 progress=advance,
                 job=conversions.job_alone(),
             )
@@ -89,5 +97,9 @@ def _show(report: ExportReport) -> None:
         f"{report.path}: {output.count(report.tensors, 'tensor')} in {output.count(report.files, 'file')}, "
         f"{size_text(report.bytes_written)} written."
     )
+    if report.prefix:
+        output.say(f"Names in the checkpoint begin with {report.prefix!r}; they are exported without it.")
+    if report.left_out:
+        output.say(f"No part of the model, left out: {output.listed(report.left_out, 10)}.")
     if report.missing:
         output.say(f"Left out: {output.listed(report.missing, 10)}.")

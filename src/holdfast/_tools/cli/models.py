@@ -53,6 +53,7 @@ def _check(folder: str, as_json: bool) -> None:
     else:
         output.print_table(("not named", "tensors"), list(unnamed.items()), right=("tensors",))
         left = sum(unnamed.values())
-        output.say(f"The table {family.name!r} names all but {left} of {source.tensors} tensors.")
+        named = f"does not name {left} of" if left else "names all"
+        output.say(f"The table {family.name!r} {named} {output.count(source.tensors, 'tensor')}.")
     if unnamed:
         click.get_current_context().exit(1)

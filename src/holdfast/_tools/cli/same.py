@@ -54,6 +54,8 @@ def command(
 
 
 def _show(a: str, b: str, comparison: Same) -> None:
+    for place, prefix in comparison.prefixes():
+        output.say(f"Names in {place} begin with {prefix!r}; they are compared and listed without it.")
     for dtype, number in comparison.compared_as().items():
         names = [name for name, other in comparison.converted.items() if other == dtype]
         output.say(f"Compared as {dtype}: {output.count(number, 'tensor')}, {output.listed(names, 3)}.")
@@ -65,12 +67,14 @@ def _show(a: str, b: str, comparison: Same) -> None:
     rows = [(one.name, "weights", _detail(one)) for one in comparison.different]
     read = f"{size_text(comparison.bytes_read)} of weights read"
     if not comparison.bytes_read:
-        read = "by fingerprints, nothing read"
+        read = "by fingerprints, nothing read" if comparison.by_fingerprints else "no weights read"
     output.print_comparison((a, b), comparison, rows, "tensor", read)
 
 
 def _detail(one: Unlike) -> str:
-    how = [] if one.a == one.b else [f"{one.a} -> {one.b}"]
+    how = [f"{one.a} -> {one.b}"] if one.a != one.b else []
+    if one.elements is None and not how:
+        how.append(f"elements of {one.a}")
     if one.elements is not None:
         how.append(f"{output.count(one.elements, 'element')}, the first at {list(one.first or ())}")
     return "; ".join(how)
