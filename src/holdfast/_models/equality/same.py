@@ -16,14 +16,8 @@ from contextlib import ExitStack
 from functools import partial
 
 import msgspec
-import numpy as np
-import torch
 
-from holdfast._core.existing.comparing import BoxElements, differences
-from holdfast._core.format.columns import Array
-from holdfast._core.format.fingerprint import box_sums, nothing, text_of
-from holdfast._core.io.raw_read import slabs
-from holdfast._core.layout.box import Box, whole
+from holdfast._core.layout.box import whole
 from holdfast._core.layout.patterns import refuse_text
 from holdfast._core.layout.tensor import (
     CODE_OF,
@@ -35,13 +29,12 @@ from holdfast._core.layout.tensor import (
 )
 from holdfast._core.plan.agreement import what
 from holdfast._core.protocol.call import check_names
-from holdfast._core.state.memory import torch_dtype
 from holdfast._models.equality.adapted import alternatives, merge_told, side_with_adapter
 from holdfast._models.equality.eight_bits import goes_with, multiplied
 from holdfast._models.equality.name_prefix import leave_out_prefix
+from holdfast._models.equality.pair_reader import PairReader
 from holdfast._models.equality.pairs import Pair, Region
 from holdfast._models.equality.parts import wrong_ranks
-from holdfast._models.equality.rounding import LOST, cast, one_nan
 from holdfast._models.equality.sides import FolderOrFingerprints, FolderSide, LiveSide, Side, open_side
 from holdfast._models.equality.verdict import Same, Unlike
 from holdfast._models.views.published import published_regions
@@ -108,8 +101,8 @@ def same(
         tuple(sorted(only[0])),
         tuple(sorted(only[1])),
         work.converted,
-        work.rounded,
-        work.bytes_read,
+        work.reader.rounded,
+        work.reader.bytes_read,
         tuple(sorted(work.not_in_engine)),
         merge,
         first.prefix,
@@ -123,22 +116,18 @@ class _Comparison:
 
     def __init__(self, lead: Side, other: Side, where: bool, progress: Callable[[int], None]) -> None:
         self._lead, self._other = lead, other
-        self._where, self._progress = where, progress
+        self._where = where
         self._live = isinstance(lead, LiveSide)
         self._view = other.published.view_if_known if other.published is not None else None
-        self.equal = self.bytes_read = self.by_fingerprints = 0
+        self.equal = self.by_fingerprints = 0
+        self.reader = PairReader(where, progress)
         self.changed = 0
         """Number of compared tensors that the adapter of a side changes."""
         self.converted: dict[str, str] = {}
-        self.rounded: dict[str, str] = {}
         self._unscaled: set[str] = set()
         """Published tensors in 8 bits that were compared as they are stored."""
         self._multiplied = set[str]()
         """Names of tensors in 8 bits on both sides that are compared multiplied by their scales."""
-        self._lost: dict[str, None] = {}
-        """Descriptions of values of the current tensor that a cast lost, in order."""
-        self._has_nan = False
-        """Whether a cast value of the current tensor is NaN: casts do not preserve the bits of a NaN."""
         self.unlike: list[Unlike] = []
         self.only: tuple[list[str], list[str]] = ([], [])
         self.not_in_engine: list[str] = []
@@ -213,7 +202,7 @@ class _Comparison:
         if embedding[1:] == output[1:]:
             region = Region(whole(output.shape), (output.dtype, output.dtype), output.dtype)
             pair = Pair((embedding, output), (region,), (None, None))
-            if not self._elements(pair, self._other, self._other)[0]:
+            if not self.reader.elements(pair, self._other, self._other)[0]:
                 return
         self.unlike.append(Unlike(output.name, "the embedding (tie_word_embeddings)", what(output)))
 
@@ -289,9 +278,9 @@ class _Comparison:
             if (rounded := side.rounded(name, dtype)) is None:
                 raise self._of_two_dtypes(name, *region.stored)
             prints[place] = rounded.value
-            self._lost.update(dict.fromkeys(rounded.lost))
+            self.reader.lost.update(dict.fromkeys(rounded.lost))
             if rounded.inexact:
-                self.rounded[name] = DTYPES[dtype].name
+                self.reader.rounded[name] = DTYPES[dtype].name
             if rounded.has_nan:  # the other place is read, where a NaN may have other bits
                 prints[1 - place] = None
         return prints[0], prints[1]
@@ -311,8 +300,7 @@ class _Comparison:
 
     def _compare(self, pair: Pair) -> None:
         differ, elements, first = False, None, None
-        self._lost.clear()
-        self._has_nan = False
+        self.reader.begin()
         mine, theirs = self._rounded(pair)
         if mine is not None and theirs is not None:
             differ = mine != theirs or not mine  # ranks of an engine differ from each other
@@ -322,12 +310,12 @@ class _Comparison:
         elif theirs is not None:
             differ = self._sums(self._lead, 0, pair) != theirs
         # A NaN gets other bits when it is cast, so it can't be compared with a fingerprint of stored bits.
-        unsure = differ and self._has_nan
-        differ = differ or bool(self._lost)
+        unsure = differ and self.reader.has_nan
+        differ = differ or bool(self.reader.lost)
         if unsure and self._live:
             raise self._of_two_dtypes(pair.specs[0].name, *pair.regions[0].stored, "has NaN, and ")
         if (mine, theirs) == (None, None) or unsure or (differ and self._where):
-            differ, elements, first = self._elements(pair, self._lead, self._other)
+            differ, elements, first = self.reader.elements(pair, self._lead, self._other)
         texts = [self._text(pair, place) for place in range(2)]
         merged = self._merged(pair, (mine, theirs), differ)
         if not differ or merged == "":
@@ -352,14 +340,14 @@ class _Comparison:
         self.changed += bool(ways)
         for way in ways if differ else ():
             merged = side.merging(way.times)
-            self._lost.clear()
+            self.reader.begin()
             if isinstance(sides[1 - place], LiveSide):
                 (region,) = way.pair.regions
-                found = self._box_sums(merged, place, way.pair, region, region.box) != prints[1 - place]
+                found = self.reader.box_sums(merged, place, way.pair, region, region.box) != prints[1 - place]
             else:
                 both = (merged, self._other) if place == 0 else (self._lead, merged)
-                found, _, _ = self._elements(way.pair, *both)
-            if not found and not self._lost:
+                found, _, _ = self.reader.elements(way.pair, *both)
+            if not found and not self.reader.lost:
                 return way.words
         return None
 
@@ -373,7 +361,7 @@ class _Comparison:
             other, right = (self._other, self._lead)[place], prints[1 - place] or ""
             read = None
             if isinstance(other, FolderSide):
-                read = partial(self._box_sums, other, 1 - place, pair, region)
+                read = partial(self.reader.box_sums, other, 1 - place, pair, region)
             return wrong_ranks(
                 parts, DTYPES[region.dtype].name, DTYPES[region.stored[place]].name, right, read
             )
@@ -388,8 +376,8 @@ class _Comparison:
             places = filter(None, map(side.published.place, names))
             if any(stored.code == IN_8_BITS for stored in places):
                 text += f", rounded there to {DTYPES[IN_8_BITS].name} with scales"
-        if self._lost and all(region.stored[place] == region.dtype for region in pair.regions):
-            text += f", in which values of the other place {' or '.join(sorted(self._lost))}"
+        if self.reader.lost and all(region.stored[place] == region.dtype for region in pair.regions):
+            text += f", in which values of the other place {' or '.join(sorted(self.reader.lost))}"
         return text
 
     def _sums(self, side: Side, place: int, pair: Pair) -> str:
@@ -397,49 +385,7 @@ class _Comparison:
         (region,) = pair.regions  # all of it, in one dtype
         if isinstance(side, LiveSide):
             raise self._of_two_dtypes(pair.specs[place].name, *region.stored)
-        return self._box_sums(side, place, pair, region, region.box)
-
-    def _box_sums(self, side: FolderSide, place: int, pair: Pair, region: Region, box: Box) -> str:
-        """Read a box of a tensor, and return its fingerprint."""
-        sums, itemsize = nothing(), DTYPES[region.dtype].size
-        for part in slabs(box, itemsize):
-            sums += box_sums(self._read(side, place, pair, region, part).data, itemsize, part)
-        return text_of(sums)
-
-    def _elements(self, pair: Pair, *sides: Side) -> tuple[bool, int | None, Dims | None]:
-        """Return whether elements differ; with `where` also how many, and the index of the first."""
-        folders = [side for side in sides if isinstance(side, FolderSide)]
-        if len(folders) < len(sides):  # a live state is known only by its fingerprint
-            return True, None, None
-        elements, first = 0, None
-        for region in pair.regions:
-            reads = [partial(self._read, side, place, pair, region) for place, side in enumerate(folders)]
-            for found in differences(region.box, DTYPES[region.dtype].size, *reads):
-                if not self._where:
-                    return True, None, None
-                differ = found.by_element()
-                if first is None:
-                    inside = np.unravel_index(int(np.argmax(differ)), found.box.shape)
-                    first = tuple(int(at) + low for at, low in zip(inside, found.box.offset, strict=True))
-                elements += int(differ.sum())
-        return elements > 0, elements, first
-
-    def _read(self, side: FolderSide, place: int, pair: Pair, region: Region, part: Box) -> BoxElements:
-        """Read a part of a region from a side, in the dtype of the comparison."""
-        stored = region.stored[place]
-        tensor = side.read(pair.specs[place], part, stored)
-        self.bytes_read += tensor.nbytes
-        self._progress(self.bytes_read)
-        if stored == region.dtype:
-            return BoxElements(_bytes_of(one_nan(tensor) if region.is_cast else tensor))
-        made = cast(tensor, torch_dtype(region.dtype))
-        self._has_nan |= made.has_nan
-        if made.lost is None:
-            return BoxElements(_bytes_of(made.tensor))
-        self.rounded[pair.specs[0].name] = DTYPES[region.dtype].name
-        self._lost.update({words: None for words, mask in zip(LOST, made.lost, strict=True) if mask.any()})
-        lost = (made.lost[0] | made.lost[1]).reshape(-1)
-        return BoxElements(_bytes_of(made.tensor), lost.numpy() if lost.any() else None)
+        return self.reader.box_sums(side, place, pair, region, region.box)
 
     def _of_two_dtypes(self, name: str, mine: int, theirs: int, more: str = "") -> BadInput:
         """Return the error for a tensor whose dtypes can't be compared."""
@@ -450,8 +396,3 @@ class _Comparison:
             hint="Save the state, and compare the checkpoint." if by_reading else "exclude= leaves it out.",
             details={"tensor": name, "dtypes": [DTYPES[mine].name, DTYPES[theirs].name]},
         )
-
-
-def _bytes_of(tensor: torch.Tensor) -> Array:
-    data: Array = tensor.reshape(-1).view(torch.uint8).numpy()
-    return data
