@@ -17,16 +17,17 @@ from holdfast._core.protocol.phases import TASK_TRANSITIONS
 from holdfast._core.roster.lost import Seen
 from holdfast.errors import HoldfastError
 
-_started: list[threading.Thread] = []
-"""Running threads of tasks."""
+_started: list[tuple[threading.Thread, list[tuple[Message | None, Exception | None]]]] = []
+"""Running threads of tasks, each with what it leaves when its work is done."""
 
 
 def _fail_with_stuck_threads() -> Failure | None:
     """End the process with a plain exit code while a thread is in a collective.
 
-    Otherwise torch would abort the process when the interpreter ends.
+    Otherwise torch would abort the process when the interpreter ends. A thread whose work is done may still
+    be alive on a busy machine: it is in no collective.
     """
-    return Failure("") if any(thread.is_alive() for thread in _started) else None
+    return Failure("") if any(thread.is_alive() and not done for thread, done in _started) else None
 
 
 class CollectiveTask:
@@ -61,7 +62,7 @@ class CollectiveTask:
         finally:
             # A reference cycle would keep this task and its groups until the next garbage collection.
             context.explain, context.suspicion = None, lambda seen: 0
-            _started[:] = [thread for thread in _started if thread.is_alive()]
+            _started[:] = [one for one in _started if one[0].is_alive()]
             self.operation.presence.more = dict  # no reference cycle: groups go when their last user does
 
     # -- for subclasses to override ---------------------------------------------------------------
@@ -114,7 +115,7 @@ class CollectiveTask:
         # It may be in a collective that never returns: the call ends without it, by its deadline.
         self._thread = start_thread(work, "holdfast-groups", self.roster.rank)
         at_exit(Stage.THREADS, _fail_with_stuck_threads)
-        _started.append(self._thread)
+        _started.append((self._thread, self._ended))
 
     def _explain(self, error: HoldfastError) -> HoldfastError:
         if error.rank not in (None, self.roster.rank) and not error.missing:
