@@ -94,6 +94,20 @@ def test_a_run_folder(run: Path) -> None:
     assert "a run folder, and none of its steps is committed" in refused(run).message
 
 
+def test_a_local_folder_of_a_run(tmp_path: Path) -> None:
+    with holdfast.Checkpoints(
+        tmp_path / "run", local=tmp_path / "nvme", job=holdfast.Job(no_dist=True)
+    ) as run:
+        run.save(3, STATE)
+    [copy] = (tmp_path / "nvme").glob("run-*/step-*")
+    error = refused(tmp_path / "nvme")
+    assert f"holds {copy.parent.name!r} (the local folder of a run)" in error.message
+    error = refused(copy.parent)
+    assert error.message.endswith(f"with this host's copies of steps: {copy.name}.")
+    assert f"`holdfast inspect {copy}` shows one" in error.hint
+    describe(copy)
+
+
 def test_a_checkpoint_of_torch_dcp(tmp_path: Path) -> None:
     """Which load as they are; but not all that reads an index can read them."""
     torch_dcp.save(STATE, checkpoint_id=tmp_path / "dcp")

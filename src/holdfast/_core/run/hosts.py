@@ -18,20 +18,19 @@ from contextlib import closing, suppress
 import msgspec
 
 from holdfast._core.base.values import NO_JSON, Json
+from holdfast._core.format.names import LOCAL
 from holdfast._core.protocol.call import Call
 from holdfast._core.protocol.operation import agree
 from holdfast._core.ready import ready
 from holdfast._core.store.base import VERSION_BYTES, NotFound, Store, replace_file
 from holdfast.errors import HoldfastError
 
-STATE = ".holdfast-local.json"
-"""In a local folder: whose it is."""
 HERE = ".holdfast-here-"
 """Begins the names of the files by which ranks find out who shares a folder."""
 
 
 class FolderState(msgspec.Struct, frozen=True):
-    """The content of `STATE`."""
+    """The content of `LOCAL`."""
 
     run: str
     folder: str
@@ -60,7 +59,7 @@ class Start(msgspec.Struct, frozen=True):
 def read_state(store: Store) -> FolderState | None:
     """Return whose a local folder is; None if it does not tell."""
     try:
-        reader = store.open(STATE)
+        reader = store.open(LOCAL)
     except NotFound:
         return None
     with closing(reader):
@@ -74,7 +73,7 @@ def read_state(store: Store) -> FolderState | None:
 def write_state(store: Store, run: str, start: Start) -> None:
     """Say whose a local folder is, before its first copy of this start is committed."""
     state = FolderState(run, start.folder, start.number, secrets.token_hex(VERSION_BYTES))
-    replace_file(store, STATE, msgspec.json.encode(state))
+    replace_file(store, LOCAL, msgspec.json.encode(state))
 
 
 def meet_on_hosts(store: Store, run: str, call: Call, newest: Callable[[], str]) -> Start | str:

@@ -12,6 +12,7 @@ from holdfast._core.format.names import (
     DATA,
     INDEX,
     LEFT,
+    LOCAL,
     METADATA,
     OWNER,
     PINS,
@@ -127,6 +128,19 @@ def _run(store: Store, names: list[str]) -> Reason | None:
     return "it is a run folder, and none of its steps is committed", "`holdfast inspect` shows what there is."
 
 
+def _local(store: Store, names: list[str]) -> Reason | None:
+    """Explain the local folder of a run."""
+    if LOCAL not in names:
+        return None
+    copies = sorted(name[:-1] for name in names if name.startswith("step-") and name.endswith("/"))
+    if not copies:
+        return "it is the local folder of a run, and has no copy of a step", "Give the run's own folder."
+    return (
+        f"it is the local folder of a run, with this host's copies of steps: {', '.join(copies[:_SHOWN])}",
+        f"`holdfast inspect {store.url}/{copies[-1]}` shows one; Checkpoints(local=).restore takes them.",
+    )
+
+
 def _unfinished(store: Store, names: list[str]) -> Reason | None:
     if f"{DATA}/" not in names:
         return None
@@ -176,6 +190,8 @@ def _inside(store: Store, names: list[str]) -> Reason | None:
     with suppress(HoldfastError):  # a folder that this user may not list
         if runs := [name for name in others[:LOOKED_AT] if all_step_folders(store.child(name))]:
             kinds["a run folder", "run folders"] = runs
+        if local := [name for name in others[:LOOKED_AT] if store.stat(f"{name}/{LOCAL}") is not None]:
+            kinds["the local folder of a run", "local folders of runs"] = local
     if not kinds:
         return None
     shown = []
@@ -214,7 +230,8 @@ _PUBLISHED: tuple[tuple[Callable[[str], bool], str, str], ...] = (
     (
         lambda name: name.startswith("adapter_"),
         "it is an adapter of PEFT's (LoRA) without the model that it belongs to",
-        "Merge it into its model (PEFT: merge_and_unload, then save_pretrained), and give that folder.",
+        "Give its model, with this folder as the adapter: holdfast.huggingface.merged(MODEL, {0}), or "
+        "`holdfast import hf MODEL OUT --adapter {0}`.",
     ),
     (
         lambda name: name.startswith("pytorch_model") and name.endswith((".bin", ".bin.index.json")),
@@ -269,6 +286,7 @@ _EXPLAINED = (
     _marked,
     _foreign,
     _run,
+    _local,
     _unfinished,
     _complete_model,
     _zero,
