@@ -67,7 +67,9 @@ def _show(description: Checkpoint | Run) -> None:
 
 
 def _run(run: Run) -> None:
-    output.say(f"{run.path}: {output.count(len(run.steps), 'step')}")
+    unfinished = sum(not step.committed for step in run.steps)
+    more = f", {unfinished} of them not committed" if unfinished else ""
+    output.say(f"{run.path}: {output.count(len(run.steps), 'step')}{more}")
     rows = [
         (
             step.step,
@@ -113,6 +115,7 @@ def _checkpoint(checkpoint: Checkpoint) -> None:
         # Skip missing values (most checkpoints have no notes and no grid), but not step 0.
         if value not in (None, ""):
             output.say(f"  {key:<9} {value}")
+    output.say("")
     _totals(checkpoint.totals)
     shown = checkpoint.shown
     head = ("name", "dtype", "shape or value", "chunks", "bytes", "writers")
