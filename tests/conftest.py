@@ -66,7 +66,6 @@ frameworks/megatron/test_fused.py
 test_strangers.py
 groups/lifecycle/test_warm_up.py
 cli/test_odd_places.py
-frameworks/torchtune/test_torchtune.py
 saving/test_unchanged.py
 system/test_crash.py
 docs/test_model.py

@@ -192,16 +192,6 @@ def with_arguments_of(place: str, called: list[tuple[object, ...]]) -> Any:
     return function
 
 
-def test_torchtunes_own_checkpointer_writes_nothing(settings: Settings, tmp_path: Path) -> None:
-    checkpointing = pytest.importorskip("torchtune.training.checkpointing")
-    kind = checkpointing.DistributedCheckpointer
-    place = "torchtune.training.checkpointing._checkpointer:DistributedCheckpointer.save_checkpoint"
-    save = guard_of(place, settings).make(kind.save_checkpoint)
-    with pytest.raises(BadInput, match="a local folder named 's3:'"):
-        save(kind("base", "s3://bucket/run"), {"w": torch.zeros(2)}, 0, save_async=False)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_deepspeeds_engine_is_given_no_url(settings: Settings, tmp_path: Path) -> None:
     engine = pytest.importorskip("deepspeed.runtime.engine").DeepSpeedEngine
     made = {item.name: item for item in deepspeed_replacements(settings)}

@@ -18,20 +18,30 @@ from tests.support.boxes import tiles
 FAMILIES = {family.name: family for family in families().values()}
 LAYERS, EXPERTS = 3, 4
 MOST_AXES = 2
+MAMBA = {"mamba_num_heads": 3, "mamba_head_dim": 2, "n_groups": 2, "ssm_state_size": 4}
 
 
 PARTS = ("delta_query", "delta_key", "delta_value", "delta_gate")
 PARTS += ("delta_beta", "delta_alpha", "stacked_query", "stacked_key", "stacked_value")
+PARTS += ("mamba_gate", "mamba_input", "mamba_b", "mamba_c", "mamba_step", "conv_input", "conv_b", "conv_c")
+PARTS += ("first_of_three", "second_of_three", "third_of_three")
 """Ways that take a part of a published tensor; other names of ours are made of the rest."""
 
 
-def rows_of_delta_nets(sizes: Sizes) -> dict[str, int]:
+def rows_of_parts(sizes: Sizes) -> dict[str, int]:
     keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
     queries, all_values = keys * sizes["linear_key_head_dim"], values * sizes["linear_value_head_dim"]
     return {
         **dict.fromkeys(("delta_query", "delta_key", "stacked_query", "stacked_key"), queries),
         **dict.fromkeys(("delta_value", "delta_gate", "stacked_value"), all_values),
         **dict.fromkeys(("delta_beta", "delta_alpha"), values),
+        **dict.fromkeys(
+            ("mamba_gate", "mamba_input", "conv_input"), MAMBA["mamba_num_heads"] * MAMBA["mamba_head_dim"]
+        ),
+        **dict.fromkeys(
+            ("mamba_b", "mamba_c", "conv_b", "conv_c"), MAMBA["n_groups"] * MAMBA["ssm_state_size"]
+        ),
+        "mamba_step": MAMBA["mamba_num_heads"],
     }
 
 
@@ -46,7 +56,7 @@ def of_the_rest(view: View, name: str, shape: tuple[int, ...]) -> list[Segment]:
         assert same is not None
         siblings = other.rpartition(".")[0] == name.rpartition(".")[0] and other != name
         if siblings and same[0].rule.names == entry.rule.names:
-            rows = rows_of_delta_nets(view.sizes)[same[0].rule.way]
+            rows = rows_of_parts(view.sizes).get(same[0].rule.way, shape[len(axes)])
             its = (*shape[: len(axes)], rows, *shape[len(axes) + 1 :])
             rest += view.segments(other, its, whole(its))
     return rest
@@ -69,6 +79,7 @@ def models(draw: st.DrawFn) -> tuple[View, str, tuple[int, ...]]:
         "num_key_value_heads": groups,
         "num_attention_heads": groups * heads,
         "vocab_size": draw(st.integers(5, 9)),
+        **MAMBA,
     }
     view = View(family, sizes)
     name = draw(st.sampled_from(list(family.entries)))
@@ -80,7 +91,7 @@ def models(draw: st.DrawFn) -> tuple[View, str, tuple[int, ...]]:
         "grouped_joined": groups * (heads + 2) * head,
         "gated": groups * (2 * heads + 2) * head,
         "padded": sizes["vocab_size"] + draw(st.integers(0, 4)),
-        **rows_of_delta_nets(sizes),
+        **rows_of_parts(sizes),
     }.get(entry.rule.way, 2 * draw(st.integers(1, 4)))
     is_vector = name.endswith("bias") or "norm" in name or entry.rule.way == "lowered"
     tail = (rows,) if is_vector else (rows, draw(st.integers(1, 4)))
@@ -107,7 +118,7 @@ def test_parts_of_a_published_tensor_make_up_all_of_it(family: str, way: str) ->
     heads = {"linear_num_key_heads": 3, "linear_num_value_heads": 6}
     sizes = {"num_hidden_layers": 1, **heads, "linear_key_head_dim": 5, "linear_value_head_dim": 7}
     view = View(FAMILIES[family], sizes)
-    rows = rows_of_delta_nets(sizes)
+    rows = rows_of_parts(sizes)
     seen = 0
     for name in view.family.entries:
         found = view.family.find(name)

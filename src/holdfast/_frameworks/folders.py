@@ -1,9 +1,9 @@
 """Refuses URLs as the folders of frameworks that write a part of a checkpoint by themselves, with `open`.
 
-Megatron-LM's tracker, Megatron-Bridge's train state, and what the Trainer of transformers, Accelerate,
-ms-swift, verl and NeMo RL write beside the model would go into a local folder named `s3:`, and the model into
-the bucket: half of a checkpoint in each place. torchtune, DeepSpeed and the sharded strategies of Lightning
-would write all of it into such a folder of each host.
+Megatron-LM's tracker, Megatron-Bridge's train state, and what trainers write beside the model would go into
+a local folder named `s3:`, and the model into the bucket: half of a checkpoint in each place. Others would
+write all of it into such a folder of each host. Each framework's description says where its folders are given
+(`Framework.folders`).
 """
 
 from __future__ import annotations
@@ -12,36 +12,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from holdfast._core.store.schemes import OURS
+from holdfast._frameworks.frameworks import FRAMEWORKS
 from holdfast.errors import BadInput
 
-_ARGUMENTS = {
-    "megatron.bridge.": (
-        "state.cfg.checkpoint.save",
-        "state.cfg.checkpoint.load",
-        "cfg.checkpoint.save",
-        "ckpt_cfg.save",
-        "path",
-        "checkpoint_path",
-    ),
-    "accelerate.": ("output_dir", "input_dir"),
-    "transformers.trainer:Trainer._save_checkpoint": ("self.args.output_dir",),
-    "transformers.trainer:Trainer.save_model": ("output_dir or self.args.output_dir",),
-    "transformers.trainer:Trainer._load": ("resume_from_checkpoint", "checkpoint"),
-    "swift.megatron.trainers.": ("self.args.output_dir",),
-    "swift.megatron.utils.megatron_lm_utils:save": ("output_dir or args.output_dir",),
-    "verl.": ("local_path",),
-    "nemo_rl.utils.native_checkpoint:": ("weights_path", "optimizer_path", "tokenizer_path"),
-    "torchtune.": (
-        "self._output_dir",
-        "self._checkpoint_dir",
-        "checkpoint_path",
-        "self._cfg.checkpointer.output_dir",
-    ),
-}
-"""Where guarded functions, by the beginning of their place, find their folders: arguments, and attributes of
-them; after `or`, if the first is None."""
 _LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 """The strategies of Lightning that write to paths. It writes what others save by fsspec, to URLs, too."""
@@ -78,7 +54,7 @@ def _folders(place: str, given: Mapping[str, object]) -> Iterator[object]:
         names = {kind.__name__ for strategy in strategies for kind in type(strategy).__mro__}
         if not names.isdisjoint(_SHARDED):
             yield from (given.get(name) for name in ("path", "filepath", "checkpoint_path"))
-    for beginning, paths in _ARGUMENTS.items():
+    for beginning, paths in chain.from_iterable(framework.folders.items() for framework in FRAMEWORKS):
         for path in paths if place.startswith(beginning) else ():
             yield next((found for one in path.split(" or ") if (found := _at(one, given)) is not None), None)
 

@@ -6,7 +6,8 @@ read them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Framework:
     paths_differ: bool = False
     """Whether ranks may give a guarded function different paths: it takes rank 0's, or each host has a disk
     of its own. Then paths can't identify a call."""
+    folders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Where its functions, by the beginning of their place, find the folders that it writes to by itself:
+    arguments, and attributes of them; after `or`, if the first is None. A URL there is refused."""
     patches: str = ""
     """The module whose `replacements(settings)` yields the functions to be replaced; `install` imports it."""
     uses: tuple[str, ...] = ()

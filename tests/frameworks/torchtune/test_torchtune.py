@@ -4,6 +4,7 @@ distributed recipe does."""
 from __future__ import annotations
 
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast._frameworks.torch_dcp.torch_dist import export_torch_dist
+from holdfast.errors import BadInput
 from tests.support.processes import ProcessWorld
 from tests.support.stand_ins import stand_in
 from tests.support.third_parties import needs
@@ -245,3 +247,25 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
             assert "RankFailed" in said
             assert "rank 2" in said
             assert took < 2 + SLACK
+
+
+def save_to_a_url(rank: int, folder: str) -> str:
+    stand_in(WITHOUT)
+    from torchtune.training.checkpointing import DistributedCheckpointer
+
+    os.chdir(folder)
+    holdfast.install("torchtune", session=False)
+    try:
+        to_bucket = DistributedCheckpointer("base", "s3://bucket/run")
+        to_bucket.save_checkpoint({"w": torch.zeros(2)}, 0, save_async=False)
+    except BadInput as error:
+        return str(error)
+    finally:
+        holdfast.uninstall()
+    return ""
+
+
+def test_its_own_checkpointer_is_given_no_url(tmp_path: Path) -> None:
+    with ProcessWorld(1) as world:
+        assert "a local folder named 's3:'" in world.run(save_to_a_url, str(tmp_path))[0]
+    assert list(tmp_path.iterdir()) == []

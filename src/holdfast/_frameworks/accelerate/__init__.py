@@ -16,6 +16,7 @@ FRAMEWORK = Framework(
     ),
     told_by=("output_dir", "input_dir", "self.save_iteration"),
     paths_differ=True,
+    folders={"accelerate.": ("output_dir", "input_dir")},
     uses=("torch-dcp",),
     tested=("1.15.0",),
 )

@@ -19,6 +19,16 @@ FRAMEWORK = Framework(
         "megatron.bridge.training.model_load_save:load_megatron_model",
     ),
     told_by=("iteration", "state.train_state.step", "checkpoint_path", "path"),
+    folders={
+        "megatron.bridge.": (
+            "state.cfg.checkpoint.save",
+            "state.cfg.checkpoint.load",
+            "cfg.checkpoint.save",
+            "ckpt_cfg.save",
+            "path",
+            "checkpoint_path",
+        )
+    },
     patches=f"{__name__}.patches",
     uses=("megatron-core", "torch-dcp"),
     tested=("0.3.1", "0.6.2"),

@@ -14,6 +14,10 @@ FRAMEWORK = Framework(
         "swift.megatron.trainers.base:BaseMegatronTrainer.save_checkpoint",
     ),
     told_by=("iteration", "self.state.iteration", "output_dir"),
+    folders={
+        "swift.megatron.trainers.": ("self.args.output_dir",),
+        f"{_FUNCTIONS}:save": ("output_dir or args.output_dir",),
+    },
     uses=("megatron-core", "mcore-bridge", "torch-dcp"),
     tested=("4.6.0",),
 )

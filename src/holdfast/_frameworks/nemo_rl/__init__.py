@@ -12,6 +12,7 @@ FRAMEWORK = Framework(
         "nemo_rl.utils.native_checkpoint:load_checkpoint",
     ),
     told_by=("weights_path",),
+    folders={"nemo_rl.utils.native_checkpoint:": ("weights_path", "optimizer_path", "tokenizer_path")},
     uses=("megatron-core", "megatron-bridge", "torch-dcp"),
     tested=(),
 )

@@ -14,6 +14,14 @@ FRAMEWORK = Framework(
         f"{_FILES}._checkpoint_client:CheckpointClient.load_distributed_checkpoint",
     ),
     told_by=("epoch", "checkpoint_path"),
+    folders={
+        "torchtune.": (
+            "self._output_dir",
+            "self._checkpoint_dir",
+            "checkpoint_path",
+            "self._cfg.checkpointer.output_dir",
+        )
+    },
     patches=f"{__name__}.patches",
     uses=("torch-dcp",),
     tested=("0.6.1",),

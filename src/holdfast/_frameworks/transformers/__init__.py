@@ -14,6 +14,11 @@ FRAMEWORK = Framework(
     ),
     told_by=("output_dir", "resume_from_checkpoint", "checkpoint", "self.state.global_step"),
     paths_differ=True,
+    folders={
+        "transformers.trainer:Trainer._save_checkpoint": ("self.args.output_dir",),
+        "transformers.trainer:Trainer.save_model": ("output_dir or self.args.output_dir",),
+        "transformers.trainer:Trainer._load": ("resume_from_checkpoint", "checkpoint"),
+    },
     patches=f"{__name__}.patches",
     uses=("accelerate", "torch-dcp"),
     tested=("5.10.4",),

@@ -19,6 +19,7 @@ FRAMEWORK = Framework(
         f"{_ENGINES}.fsdp.transformer_impl:FSDPEngine.load_checkpoint",
     ),
     told_by=("global_step", "local_path"),
+    folders={"verl.": ("local_path",)},
     patches=f"{__name__}.patches",
     uses=("megatron-core", "megatron-bridge", "mbridge", "torch-dcp"),
     tested=("0.9.1",),
