@@ -40,6 +40,13 @@ CLAIMS = (
         1.0,
     ),
     Claim(
+        "docs/storage.md",
+        "Training waits as for a save into the local folder alone",
+        "local_tier",
+        "blocking time, 2 ranks of",
+        0.9,
+    ),
+    Claim(
         "docs/questions.md",
         "about 0.1 s a GB and core",
         "defaults",
