@@ -103,7 +103,7 @@ soak: $(VENV)/.ready  ## long runs: more simulated schedules, more faults
 
 matrix:  ## every supported Python, the oldest and the newest torch and megatron-core: docs/tested.md; model types without a table; ONLY="newest torch"
 	$(PYTHON) tools/matrix.py $(if $(ONLY),--only "$(ONLY)")
-	$(PYTHON) tools/types.py
+	$(PYTHON) tools/model_types.py
 
 clean:
 	rm -rf .venv .venv-* .coverage* demo-out site dist

@@ -25,7 +25,7 @@ def places(evidence: Evidence) -> tuple[RankPlace, ...]:
         phase = evidence.ranks[rank].phase
         found[f"{_does(one)} at {one.call}" + (f", in {phase}" if phase else "")].append(rank)
     fewest = sorted(found.items(), key=lambda item: len(item[1]))
-    return tuple(RankPlace(tuple(ranks), agree(text, ranks)) for text, ranks in fewest)
+    return tuple(RankPlace(tuple(ranks), in_number(text, ranks)) for text, ranks in fewest)
 
 
 def _does(one: Position) -> str:
@@ -40,7 +40,7 @@ def known_of(evidence: Evidence, ranks: Iterable[int]) -> tuple[RankPlace, ...]:
         rank = evidence.ranks.get(number)
         found[tuple(_facts(rank)) if rank is not None else (nothing,)].append(number)
     return tuple(
-        RankPlace(tuple(numbers), "; ".join(agree(fact, numbers) for fact in facts))
+        RankPlace(tuple(numbers), "; ".join(in_number(fact, numbers) for fact in facts))
         for facts, numbers in list(found.items())[:SHOWN]
     )
 
@@ -58,7 +58,7 @@ _PLURAL = {
 _VERB = re.compile(rf"^(?:{'|'.join(_PLURAL)})(?!\w)")
 
 
-def agree(fact: str, ranks: Collection[int]) -> str:
+def in_number(fact: str, ranks: Collection[int]) -> str:
     """Return a fact about one rank in the plural, if it is about several."""
     if len(ranks) == 1:
         return fact

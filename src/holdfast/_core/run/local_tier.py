@@ -36,7 +36,7 @@ from holdfast._core.saving.request import PREVIOUS, SaveRequest
 from holdfast._core.store.base import Folder, Store, replace_file
 from holdfast._core.store.local import open_local
 from holdfast._core.store.run_folder import committed_folder, newest_steps, step_folder
-from holdfast.errors import BadInput, Conflict, HoldfastError
+from holdfast.errors import BadInput, HoldfastError
 
 log = logging.getLogger("holdfast")
 DURABLE = "durable"
@@ -80,6 +80,8 @@ class LocalTier:
         """None if there are no local folders for `_ranks`, or that was not asked yet."""
         self._ranks: tuple[int, ...] = ()
         self._lease: Lease = lease_of(self.store)
+        # Copies of a second one would have other names and another start, and hide those of the first.
+        self._lease.one_user = True
         self._writing = threading.Lock()
         self._base = self._parent = ""
         self._number = self._durable = 0
@@ -155,12 +157,6 @@ class LocalTier:
         )
 
         def permit(tick: Callable[[], None], attempt: str) -> None:
-            if self._lease.is_of_others(user):
-                # Their copies have other names and another start, and would hide these, or be hidden.
-                raise Conflict(
-                    f"Another Checkpoints of this process saves into {self.store.url}.",
-                    hint="Close it first.",
-                )
             self._lease.hold(user, call.roster.job(), call.rank, takeover, tick)
             with self._writing:  # several saves may be under way
                 state = read_state(self.store)

@@ -92,6 +92,8 @@ class Lease:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.one_user = False
+        """Whether a second user of this process is refused while the first one needs the folder."""
         self._users: WeakSet[object] = WeakSet()
         self._lock = threading.Lock()
         self._mine: Owner | None = None
@@ -123,6 +125,11 @@ class Lease:
         """
         with self._lock:
             is_new, alone = user not in self._users, not self._users
+            if self.one_user and is_new and not alone:
+                raise Conflict(
+                    f"Another Checkpoints of this process saves into {self.store.url}.",
+                    hint="Close it first.",
+                )
             if is_new:
                 self._users.add(user)
                 # Wakes `_beat` if a user is garbage-collected without `leave`. At exit `_give_back` does it.
@@ -148,11 +155,6 @@ class Lease:
             # Replace only the version just read: if two jobs take over at once, one of them gets Conflict.
             self._write(_me(job, rank, took), tail)
             self._thread = start_thread(self._beat, "holdfast-owner", rank)
-
-    def is_of_others(self, user: object) -> bool:
-        """Return whether other users of this process need the folder, and this one does not yet."""
-        with self._lock:
-            return bool(self._users) and user not in self._users
 
     def _rewrite(self) -> bool:
         """Write the file anew, if it is still this process's; without reading it, which saves a request."""

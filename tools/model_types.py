@@ -2,7 +2,7 @@
 
 `make matrix` runs it. It downloads both without installing them, reads which types they have, and writes into
 docs/huggingface.md those that have no table: by which of the two they are known, and whether transformers has them under their
-published names, so that they load and export without one. `python tools/types.py --wheels FOLDER` takes wheels that are there.
+published names, so that they load and export without one. `python tools/model_types.py --wheels FOLDER` takes wheels that are there.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def lines_of(wheels: Path) -> list[str]:
         return ", ".join(f"`{kind}`" for kind in sorted(kinds - ours)) or "none"
 
     return [
-        f"By `tools/types.py`, {date.today():%-d %B %Y}: transformers {version(paths['transformers'])}, Megatron-Bridge "
+        f"By `tools/model_types.py`, {date.today():%-d %B %Y}: transformers {version(paths['transformers'])}, Megatron-Bridge "
         f"{version(paths['megatron_bridge'])}.",
         "",
         "| types without a table | |",
