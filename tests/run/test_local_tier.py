@@ -17,7 +17,9 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._core.format.names import LEFT
 from holdfast._core.store.local import LocalStore
+from holdfast._core.store.run_folder import newest_steps, step_of
 from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import BadInput, DeadlineExceeded
 from tests.run import tier_jobs as jobs
@@ -43,9 +45,10 @@ class Cluster:
     def save(self, *steps: int, **how: Any) -> list[Any]:
         return [result.get() for result in self.start(jobs.save_steps, [*steps], how)]
 
-    def save_locally(self, *steps: int, to: int | None = None, **how: Any) -> None:
-        """Save steps that do not get durable, because all ranks are killed. to: the step to go on from."""
-        assert {result.died for result in self.start(jobs.save_locally, [*steps], to, how)} == {-9}
+    def save_locally(self, *steps: int, to: int | None = None, leaves: bool = False, **how: Any) -> None:
+        """Save steps that do not get durable, because all ranks are killed. to: the step to go on from.
+        leaves: not before the run tells which steps it has left behind."""
+        assert {result.died for result in self.start(jobs.save_locally, [*steps], to, leaves, how)} == {-9}
         jobs.hold(str(self.folder)).unlink()
 
     def restore(self, *, hosts: int = 0, **how: Any) -> tuple[int | None, set[str], list[str]]:
@@ -245,8 +248,10 @@ def test_the_run_goes_on_elsewhere_and_comes_back(cluster: Cluster) -> None:
 
 
 def restore_and_save(rank: int, run: str, folder: str, hosts: int, steps: list[int]) -> None:
-    jobs.restore(rank, run, folder, hosts)
-    jobs.save_steps(rank, run, folder, hosts, steps)
+    with jobs.checkpoints_of(rank, run, folder, hosts) as checkpoints:
+        checkpoints.restore(jobs.state_of(0, rank, 4))
+        for step in steps:
+            checkpoints.save(step, jobs.state_of(step, rank, 4))
 
 
 def test_a_start_that_goes_back_is_followed(cluster: Cluster) -> None:
@@ -262,10 +267,29 @@ def go_back(rank: int, run: str, folder: str, hosts: int, to: int, step: int) ->
         checkpoints.save(step, jobs.state_of(step, rank, 4))
 
 
-def test_a_start_that_went_back_is_followed_before_its_step_is_durable(cluster: Cluster) -> None:
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_start_that_went_back_is_followed_before_its_step_is_durable(
+    cluster: Cluster, leaves: bool
+) -> None:
+    """Killed before its durable save has noted which steps the run leaves behind, and after."""
     cluster.save(1, 2, 3)
-    cluster.save_locally(2, to=1)
+
+    def save(*steps: int, to: int | None = None) -> None:
+        cluster.save_locally(*steps, to=to, leaves=leaves)
+        if not leaves:
+            (Path(cluster.run) / LEFT).unlink(missing_ok=True)
+
+    save(2, to=1)
     assert cluster.restore()[:2] == (2, LOCAL), "not the durable step 3, which was left behind"
+    save(3)
+    assert cluster.restore()[:2] == (3, LOCAL), "nor a durable step of the same number"
+    save(4)
+    assert cluster.restore()[:2] == (4, LOCAL)
+    # Whatever becomes of the copies: nothing of the steps that were left behind counts as the newest.
+    cluster.start(restore_and_save, [5])
+    for host in (0, 1):
+        shutil.rmtree(cluster.folder / f"host-{host}")
+    assert [step_of(name) for name in newest_steps(LocalStore(cluster.run), 4).values()] == [5, 1, 3, 2]
 
 
 def test_a_step_that_was_removed_from_the_run_does_not_come_back(cluster: Cluster) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast._core.format.names import LEFT
 from holdfast._core.saving.commit import Commit
 from holdfast.errors import HoldfastError, StorageError
 
@@ -134,9 +135,17 @@ def save_steps(
 
 
 def save_locally(
-    rank: int, run: str, folder: str, hosts: int, steps: list[int], to: int | None, how: dict[str, Any]
+    rank: int,
+    run: str,
+    folder: str,
+    hosts: int,
+    steps: list[int],
+    to: int | None,
+    leaves: bool,
+    how: dict[str, Any],
 ) -> None:
-    """Restore, save steps while the run can't be reached, and end when all are committed locally."""
+    """Restore, save steps while the run can't be reached, and end when all are committed locally and, with
+    `leaves`, the run tells which steps it has left behind."""
     world = dist.get_world_size()
     checkpoints = checkpoints_of(rank, run, folder, hosts, in_flight=8, **how)
     checkpoints.restore(state_of(0, rank, world), to)
@@ -147,6 +156,10 @@ def save_locally(
         assert pending is not None
         assert "/host-" in pending.committed(20).path
         assert not pending.done()
+    dist.barrier()
+    if leaves:  # by the durable save, before its commit
+        while not os.path.exists(os.path.join(run, LEFT)):
+            time.sleep(0.01)
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -21,6 +21,29 @@ SAVE = "save"
 _SAVE = re.compile("([0-9a-f]+)[.]([0-9]{1,18})")
 
 
+class Ancestry(msgspec.Struct, frozen=True):
+    """What a job has restored, as its next saves tell it."""
+
+    base: str = ""
+    """The save of the newest durable step; "" if there was none."""
+    parent: str = ""
+    """The save that was restored, if that was only in local folders; else ""."""
+    origin: str = ""
+    """The save of the durable step that the state goes back to; "" if there is none. Another than `base` if a
+    job was told to restore an older step, or the newest one was damaged."""
+    origin_step: int = -1
+    """Its number; -1 if there is none."""
+
+    def of_copy(self, copy: LocalCopy) -> Ancestry:
+        """Return the ancestry of a job that restores a copy which is newer than the newest durable step.
+
+        self: that of a job that restores this durable step.
+        """
+        if self.origin in ("", copy.base, copy.origin):  # it knows of none committed in between
+            return Ancestry(self.base, copy.save, copy.origin, copy.origin_step)
+        return Ancestry(self.base, copy.save, self.origin, self.origin_step)
+
+
 class LocalCopy(msgspec.Struct, frozen=True):
     """One host's copy of a step."""
 
@@ -40,9 +63,13 @@ class LocalCopy(msgspec.Struct, frozen=True):
     is_part: bool
     """Whether other hosts have parts of it."""
     base: str
-    """The save of the newest durable step that was known when this one was saved; "" if there was none."""
+    """As `Ancestry.base`."""
     parent: str
-    """The save that the job was restored from, if that was only in local folders; else ""."""
+    """As `Ancestry.parent`."""
+    origin: str = ""
+    """As `Ancestry.origin`; "" also in copies of versions that did not write it."""
+    origin_step: int = -1
+    """As `Ancestry.origin_step`."""
 
     @property
     def number(self) -> int:
@@ -81,9 +108,11 @@ def is_newer(copy: LocalCopy, durable: str) -> bool:
 
     durable: its save; "" if the run has no step.
 
+    It may be the base of the copy or, once the run has left that behind, the copy's origin.
+
     If not, the run has gone another way since: on other hosts, from an older step, or its steps were removed.
     """
-    if durable == copy.base:
+    if durable == copy.base or (durable and durable == copy.origin):
         return True
     start, number = number_of(durable)
     before, base = number_of(copy.base)

@@ -6,9 +6,13 @@ import logging
 import os
 from typing import NamedTuple
 
+import msgspec
+
 from holdfast._core.base.values import Json
+from holdfast._core.format.local_copy import Ancestry
 from holdfast._core.protocol.call import Call
 from holdfast._core.protocol.operation import agree
+from holdfast._core.ready import ready
 from holdfast._core.run.local_tier import LocalTier
 from holdfast._core.store.absence import explain_fresh_start
 from holdfast._core.store.base import Store
@@ -26,10 +30,10 @@ class Found(NamedTuple):
     store: Store
     is_own: bool
     """Whether it is a step of this run."""
+    ancestry: Ancestry = Ancestry()
+    """With local folders: what the next saves tell, if this is restored."""
     save: str = ""
-    """With local folders: the save that the step is of."""
-    durable: str = ""
-    """With local folders: the save of the newest durable step."""
+    """Of a local copy: the save that it is of."""
     place: str = ""
     """Of a local copy: names it in messages between ranks, whose folders may have different paths."""
     is_part: bool = False
@@ -38,24 +42,27 @@ class Found(NamedTuple):
 
 def agree_on_copy(tier: LocalTier, step: int | None, call: Call, rejected: tuple[int, ...]) -> Found:
     """Return the newest copy in local folders, if all ranks have it and it is not older than the newest
-    durable step of the run; else no step, but the save of that. Equal on all ranks, but for the folders.
+    durable step of the run; else no step, but the ancestry. Equal on all ranks, but for the folders.
 
     step: only this one. rejected: damaged steps of the run.
     """
 
     def choose(answers: dict[int, Json]) -> Json:
-        copy, folder, durable = tier.choose(answers, step, rejected)
-        if copy is None:
-            return [None, "", "", durable, False]
-        return [copy.step, copy.save, folder, durable, copy.is_part]
+        copy, folder, ancestry = tier.choose(answers, step, rejected)
+        told = msgspec.to_builtins(ancestry)
+        return (
+            [None, "", "", told, False]
+            if copy is None
+            else [copy.step, copy.save, folder, told, copy.is_part]
+        )
 
     run = tier.run.url
     title = f"choice of the newest step in the local folders of {run}"
     place = f"{run}|local|{step}|{rejected}|{sorted(tier.rejected)}"
-    number, save, folder, durable, is_part = agree(title, place, choose, call, tier.tell())
+    number, save, folder, told, is_part = agree(title, place, choose, call, tier.tell())
     place = f"the local copies of {run}/{save}" if save else ""
     store = tier.store.child(folder) if folder else tier.store
-    return Found(number, store, True, save or durable, durable, place, is_part)
+    return Found(number, store, True, msgspec.convert(told, ready(Ancestry)), save, place, is_part)
 
 
 def agree_on_newest(run: Store, source: Store | None, call: Call, rejected: tuple[int, ...]) -> Found | None:

@@ -352,9 +352,10 @@ class RunFolder:
                 loaded = load(store, chosen, replace(call, place=place, is_part=found.is_part))
                 level = logging.INFO if leads else logging.DEBUG
                 if self._tier is not None:
-                    self._tier.restored(found.save, found.durable)
+                    self._tier.restored(found.ancestry)
                 if found.is_own:
-                    self._origin = Origin(chosen)
+                    local = found.ancestry.parent and found.ancestry.origin
+                    self._origin = Origin(chosen, found.ancestry.origin_step if local else None)
                     where = f"{store.url} and the other local folders" if place else store.url
                     log.log(level, "Step %s is restored, from %s.", chosen, where)
                 else:  # a step of another run leaves none of this one behind
@@ -393,6 +394,4 @@ class RunFolder:
         else:
             folder = committed_folder(self.store, step) or step_folder(step, self.megatron)
             found = Found(step, self.store.child(folder), True)
-        return (
-            found if found is None or copy is None else found._replace(save=copy.save, durable=copy.durable)
-        )
+        return found if found is None or copy is None else found._replace(ancestry=copy.ancestry)

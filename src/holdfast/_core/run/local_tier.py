@@ -22,7 +22,7 @@ import msgspec
 from holdfast._core.background.local_save import LocalSave
 from holdfast._core.base.values import Json, Message
 from holdfast._core.format.digest import digest, hex_digest
-from holdfast._core.format.local_copy import ABOUT, SAVE, LocalCopy, is_newer, read_copy, save_of
+from holdfast._core.format.local_copy import ABOUT, SAVE, Ancestry, LocalCopy, is_newer, read_copy, save_of
 from holdfast._core.format.names import INDEX
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.old_steps import remove_step
@@ -59,6 +59,7 @@ class Newest(NamedTuple):
 
     save: str = ""
     """"": there is none."""
+    step: int = -1
     unread: tuple[int, ...] = ()
     """The steps above it, whose indexes can't be read."""
 
@@ -83,7 +84,7 @@ class LocalTier:
         # Copies of a second one would have other names and another start, and hide those of the first.
         self._lease.one_user = True
         self._writing = threading.Lock()
-        self._base = self._parent = ""
+        self._ancestry = Ancestry()
         self._number = self._durable = 0
         """Numbers of the last save, and of the last durable one."""
         self._saved: dict[str, int] = {}
@@ -102,7 +103,7 @@ class LocalTier:
                 what = "is not used" if isinstance(found, str) else "is used to restore only"
                 log.log(level, "local= %s, so saves go to %s at once: %s", what, self.run.url, why)
             if isinstance(found, Start):
-                self._start, self._base = found, found.newest
+                self._start, self._ancestry = found, Ancestry(found.newest)
         return self._start
 
     def begin_save(self, call: Call) -> bool:
@@ -152,8 +153,10 @@ class LocalTier:
             ranks=ranks_text(call.participants),
             held_by=ranks_text(start.ranks),
             is_part=is_part,
-            base=self._base,
-            parent=self._parent,
+            base=self._ancestry.base,
+            parent=self._ancestry.parent,
+            origin=self._ancestry.origin,
+            origin_step=self._ancestry.origin_step,
         )
 
         def permit(tick: Callable[[], None], attempt: str) -> None:
@@ -178,7 +181,7 @@ class LocalTier:
             ended=None,
             after=None,
         )
-        then = partial(self._is_durable, name, number, copy.save, call.rank)
+        then = partial(self._is_durable, name, number, copy.step, copy.save, call.rank)
         return LocalSave(local, request, number, self.count, then)
 
     def _previous(self, copy: LocalCopy, in_run: Callable[[], Store | None] | None) -> Store | None:
@@ -193,7 +196,7 @@ class LocalTier:
             return self.store.child(max(alike, key=lambda one: (one.about.start, one.about.number)).folder)
         return None if copy.is_part or in_run is None else in_run()
 
-    def _is_durable(self, name: str, number: int, save: str, rank: int) -> None:
+    def _is_durable(self, name: str, number: int, step: int, save: str, rank: int) -> None:
         """Mark a copy whose step is durable, and remove the copies that were saved before it."""
         start = self._start
         assert start is not None
@@ -201,7 +204,7 @@ class LocalTier:
         with self._writing, suppress(HoldfastError):
             if number < self._durable:
                 return
-            self._durable, self._base, self._parent = number, save, ""
+            self._durable, self._ancestry = number, Ancestry(save, "", save, step)
             if rank != start.ranks[0]:
                 return
             if not self._lease.is_held():
@@ -262,9 +265,10 @@ class LocalTier:
 
     def choose(
         self, told: dict[int, Json], step: int | None, passed: tuple[int, ...]
-    ) -> tuple[LocalCopy | None, str, str]:
+    ) -> tuple[LocalCopy | None, str, Ancestry]:
         """Committer: return the newest local copy that all ranks have, if it is a copy of the run's newest
-        durable step or newer than that; its folder; and the save of the run's newest durable step.
+        durable step or newer than that; its folder; and what the job's saves tell if it is restored or, if
+        there is none, the step of the run.
 
         step: only this one, and of the run the same one. passed: damaged steps of the run.
         """
@@ -290,11 +294,14 @@ class LocalTier:
                 best, folder = first, of_rank[0][save]["folder"]
         # A job that goes back to an older step leaves the newest one behind: that is what its saves follow.
         newest = durable if step is None and not passed else newest_durable(self.run)
-        return best, folder, newest.save
+        ancestry = Ancestry(newest.save, "", durable.save, durable.step)
+        if best is None or best.save == durable.save:
+            return best, folder, ancestry
+        return best, folder, ancestry.of_copy(best)
 
-    def restored(self, save: str, durable: str) -> None:
-        """Note what this job goes on from. durable: the newest durable save, which may be the same."""
-        self._base, self._parent = durable, "" if save == durable else save
+    def restored(self, ancestry: Ancestry) -> None:
+        """Note what this job goes on from."""
+        self._ancestry = ancestry
 
 
 def _counts(copy: LocalCopy, was_durable: bool, durable: Newest, step: int | None) -> bool:
@@ -320,6 +327,6 @@ def newest_durable(run: Store, step: int | None = None, passed: tuple[int, ...] 
     unread: list[int] = []
     for number, folder in found.items():
         with suppress(HoldfastError), open_index(run.child(folder)) as index:
-            return Newest(save_of(index.about), tuple(unread))
+            return Newest(save_of(index.about), number, tuple(unread))
         unread.append(number)
-    return Newest("", tuple(unread))
+    return Newest(unread=tuple(unread))
