@@ -300,6 +300,23 @@ def test_an_end_that_is_later_than_the_first_timeout_is_no_cause(
     assert ending.is_cause == is_cause
 
 
+EXITED = "E1128 12:50:00.1 40 site-packages/torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: -9) "
+
+
+@pytest.mark.parametrize(
+    ("more", "pid", "is_told"),
+    [("", 12, True), ("", 11, False), (TORCHRUN.format(time="06-27_12:16:30", pid=12), 12, False)],
+)
+def test_a_process_that_failed_is_told_if_the_log_ends_before_the_summary(
+    more: str, pid: int, is_told: bool, tmp_path: Path
+) -> None:
+    sent = TORCHRUN.splitlines()[0]  # torchrun itself ends the process of pid 11
+    line = EXITED + f"local_rank: 3 (pid: {pid}) of binary: /usr/bin/python"
+    advice = of(tmp_path, sent, line, *more.splitlines(), timeout(0, 5)).advice
+    said = f"on its host, the process of local rank 3 (pid {pid}) failed first, exit code -9"
+    assert (said in [one.what for one in advice]) == is_told
+
+
 STACK = """Stack trace of the failed collective:
 #0 all_reduce from /opt/torch/distributed/distributed_c10d.py:2806
 #1 sync_all_async_calls from /opt/megatron/core/async_utils.py:149

@@ -240,6 +240,9 @@ class LogReader:
             ending = Ending(f"srun: {task[2]}", source, is_cause=killed and not self._srun_told)
             self._srun_told = True
             self._to.note_ending(int(task[1]), ending)
+        elif (exited := form.EXITED.search(text)) is not None:
+            if exited[3] not in self._sent:
+                self._to.remark("exited", text, source, *exited.groups())
         elif "CANCELLED AT" in text or "Job step aborted" in text:
             self._srun_told = True  # somebody has ended the job, or its time was over
         elif "oom_kill" in text or "oom-kill" in text:
