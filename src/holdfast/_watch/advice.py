@@ -157,8 +157,8 @@ def _errors(evidence: Evidence) -> Iterator[Observation]:
         elif end.is_cause and end.is_fatal and is_first:
             yield Observation(f"{whose} raised {end.what[:200]}{before}", end.source)
     for exited in evidence.of("exited") if not any("ended by" in end.what for _, end in ends) else ():
-        code, local_rank, pid = exited.values
-        what = f"on its host, the process of local rank {local_rank} (pid {pid}) failed first, exit code {code}"
+        code, local, pid = exited.values
+        what = f"on its host, the process of local rank {local} (pid {pid}) failed first, exit code {code}"
         yield Observation(what, exited.source)
     for killed in evidence.of("oom")[:1]:
         yield Observation("the kernel has killed a process for memory", killed.source)
