@@ -108,11 +108,12 @@ class OwnWords:
         infos = re.split(r"\.(?: (?=[A-Z])|$)", wait["infos"])[0]  # hints follow
         shown = _MORE.sub("", infos)
         found = list(_INFO.finditer(shown))
+        absent = tuple(sorted({int(one[1]) for one in found}))
         facts = []
         for one, after in zip(found, [*found[1:], None], strict=True):
             text = shown[one.end() : after.start() if after is not None else len(shown)]
-            facts.append(((int(one[1]),), _SEEN.sub("", text).lstrip(":, ") or text.lstrip(", ")))
-        absent = tuple(sorted({ranks[0] for ranks, _ in facts}))
+            if fact := _SEEN.sub("", text).lstrip(":, ") or text.lstrip(", "):
+                facts.append(((int(one[1]),), fact))
         own = self._to.own
         if not absent or (keep and own is not None and set(absent) <= set(own.absent)):
             return

@@ -39,7 +39,7 @@ def show(found: Diagnosis) -> None:
     if who is None:
         output.say("who:  not known: this evidence shows no rank that waits for another.")
     else:
-        output.say(f"who:  {who.summary}.")
+        output.say(f"who:  {who.summary.rstrip('.')}.")
         for place in who.known:
             output.say(f"      {listed(place.ranks)}: {place.text}")
         if who.call is not None:
@@ -70,7 +70,7 @@ def _not_heard(found: Diagnosis) -> str:
     if found.world_size is None:
         return "; how many ranks there are is not known"
     is_partial = len(found.heard_of) < found.world_size
-    return "; nothing is known of the others" if is_partial else "; lines of them are left out"
+    return "; no lines of the others" if is_partial else "; lines of them are left out"
 
 
 def _observations(seen: tuple[Observation, ...]) -> None:
