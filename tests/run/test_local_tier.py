@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +24,41 @@ from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import BadInput, DeadlineExceeded
 from tests.run import tier_jobs as jobs
 from tests.support.processes import ProcessWorld
+from tests.support.writers import forked_writers
 
 ALONE = holdfast.Job(no_dist=True)
 
 
-class Cluster:
-    """Hosts with two ranks each, and a run. Each start of the job is a world of new processes."""
+class Worlds:
+    """Worlds by size. One whose ranks all live serves the next start of a job, too."""
 
-    def __init__(self, folder: Path, hosts: int = 2, run: str = "") -> None:
-        self.folder, self.hosts = folder, hosts
-        self.run = run or str(folder / "run")
-        self.env: dict[str, str] = {}
+    def __init__(self) -> None:
+        self._living: dict[int, ProcessWorld] = {}
+
+    def run(self, size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+        if size not in self._living:
+            self._living[size] = ProcessWorld(size, env=forked_writers())
+        self._living[size].start(job, *args)
+        found = self._living[size].collect(60.0)
+        if any(result.died or result.error for result in found):
+            self._living.pop(size).close()
+        return found
+
+    def close(self) -> None:
+        while self._living:
+            self._living.popitem()[1].close()
+
+
+class Cluster:
+    """Hosts with two ranks each, and a run."""
+
+    def __init__(self, folder: Path, worlds: Worlds, hosts: int = 2) -> None:
+        self.folder, self.hosts, self.worlds = folder, hosts, worlds
+        self.run = str(folder / "run")
 
     def start(self, job: Callable[..., Any], *args: Any, ranks: int = 0, hosts: int = 0) -> list[Any]:
         hosts = hosts or self.hosts
-        with ProcessWorld(ranks or 2 * hosts, env=self.env) as world:
-            world.start(job, self.run, str(self.folder), hosts, *args)
-            return world.collect(60.0)
+        return self.worlds.run(ranks or 2 * hosts, job, self.run, str(self.folder), hosts, *args)
 
     def save(self, *steps: int, **how: Any) -> list[Any]:
         return [result.get() for result in self.start(jobs.save_steps, [*steps], how)]
@@ -73,9 +91,16 @@ class Cluster:
         )
 
 
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    made = Worlds()
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
-    return Cluster(tmp_path)
+def cluster(tmp_path: Path, worlds: Worlds) -> Cluster:
+    return Cluster(tmp_path, worlds)
 
 
 LOCAL, RUN = {"host-0", "host-1"}, {"run"}
@@ -86,6 +111,7 @@ def test_a_save_is_committed_on_the_hosts_and_then_in_the_run(cluster: Cluster) 
         assert [(cluster.short(first), cluster.short(then)) for first, then in steps] == [
             (f"host-{rank // 2}", "run")
         ] * 2
+    cluster.worlds.close()  # the processes that restore are others than those that saved
     step, where, said = cluster.restore()
     assert (step, where) == (2, LOCAL)
     assert [line for line in said if "restored" in line] == [
@@ -313,15 +339,15 @@ def delete(rank: int, run: str, folder: str, hosts: int, step: int) -> None:
         checkpoints.delete(step)
 
 
-def test_another_number_of_ranks(tmp_path: Path) -> None:
+def test_another_number_of_ranks(tmp_path: Path, worlds: Worlds) -> None:
     """Of one host that has all of a step, any ranks restore it. Parts of several hosts are for those who saved
     them: others get the durable step."""
-    one = Cluster(tmp_path / "one", hosts=1)
+    one = Cluster(tmp_path / "one", worlds, hosts=1)
     one.folder.mkdir()
     one.save_locally(1)
     [found] = [result.get() for result in one.start(jobs.restore_parts, 2, ranks=1)]
     assert (found[0], found[1], one.short(found[2])) == (1, True, "host-0")
-    two = Cluster(tmp_path / "two")
+    two = Cluster(tmp_path / "two", worlds)
     two.folder.mkdir()
     two.save(1)
     two.save_locally(2)
@@ -383,7 +409,7 @@ def test_uneven_shards_of_several_hosts_are_saved_to_the_run(cluster: Cluster, w
     for path, right in [result.get() for result in cluster.start(save_uneven, list(who))]:
         assert cluster.short(path) == "run"
         assert right
-    one = Cluster(cluster.folder / "one", hosts=1)
+    one = Cluster(cluster.folder / "one", cluster.worlds, hosts=1)
     one.folder.mkdir()
     for path, right in [result.get() for result in one.start(save_uneven, [1])]:
         assert one.short(path) == "host-0"

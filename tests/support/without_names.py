@@ -24,8 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec  # noqa: F401 (not anew in each fork, like the other such imports)
 import numpy as np
 import torch
+import torch._dynamo  # an optimizer imports it
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
