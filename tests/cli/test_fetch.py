@@ -124,7 +124,7 @@ def test_bytes_are_counted_by_hand(published: Path, run_json: Any, run: Run) -> 
 
 
 def test_an_uneven_split_of_layers(published: Path) -> None:
-    def layers(ranks: str, split: list[int] | None, grid: str) -> set[int]:
+    def layers(ranks: str | int, split: str | list[int] | None, grid: str) -> set[int]:
         out = published.parent / f"out {ranks} {split} {grid}"
         huggingface.fetch(published, ranks, grid, out, split=split)
         state = {name: torch.zeros_like(value) for name, value in tensors_of().items()}
@@ -167,6 +167,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a negative split": ({"grid": HALF, "split": [5, -1]}, "The split 5,-1"),
     "too few words": ({"grid": "world=2,tp=2", "vocabulary": 4}, "does not hold the 10"),
     "no words": ({"vocabulary": 0}, "vocabulary must be at least 1"),
+    "words in words": ({"vocabulary": "10"}, "vocabulary must be at least 1, not '10'"),
+    "a split of no numbers": ({"grid": HALF, "split": "1,x"}, "The split '1,x' is not made of numbers"),
+    "a split of one number": ({"grid": HALF, "split": 3}, "The split 3 is not made of numbers"),
+    "no grid": ({"grid": None}, "grid must be a holdfast.Grid, or a text such as"),
 }
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from holdfast._core.base.values import size_text
 from holdfast._core.format.columns import Columns
 from holdfast._core.format.names import MARKER, METADATA
 from holdfast._core.io.index_file import open_index
@@ -51,6 +52,12 @@ class LazyMetadata(dcp.Metadata):
     def __init__(self, store: Store, report: SaveReport | None = None) -> None:
         meta = dcp.StorageMeta(checkpoint_id=store.url)
         vars(self).update(version=VERSION, storage_meta=meta, _store=store, _report=report)
+
+    def __repr__(self) -> str:
+        # Not that of a dataclass, which would read the index and list every tensor.
+        report: SaveReport | None = vars(self).get("_report")
+        written = "" if report is None else f": {size_text(report.bytes_written)} in {report.seconds:.1f} s"
+        return f"<Metadata of {self._store.url}{written}>"
 
     def __getattr__(self, name: str) -> Any:
         # Called only for missing attributes: an index may have a million tensors, so it is read on demand.

@@ -118,8 +118,8 @@ def export_huggingface(
     missing tensors or parts of them, NotCommitted and CorruptCheckpoint for the checkpoint, StorageError, and
     RankFailed and DeadlineExceeded for other ranks.
     """
-    if file_bytes < 1:
-        raise BadInput(f"file_bytes must be at least 1, not {file_bytes}.")
+    if not isinstance(file_bytes, int) or file_bytes < 1:
+        raise BadInput(f"file_bytes must be a whole number from 1 on, not {file_bytes!r}.")
     if quantize not in (None, *METHODS):
         raise BadInput(f"quantize={quantize!r} is none of {', '.join(METHODS)}.")
     call = begin_call(job_of(job).within(7200.0))
