@@ -16,7 +16,7 @@ import torch
 
 from holdfast._core.base.reporting import Meter, quiet
 from holdfast._core.base.values import Buffer, ReportProgress
-from holdfast._core.format.names import IMPORTED_MODEL
+from holdfast._core.format.names import IMPORTED_MODEL, INDEX
 from holdfast._core.io.open_files import OnDemand, OpenFiles
 from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import DTYPES, FLOATS, Dims, TensorSpec, counted
@@ -96,6 +96,8 @@ def import_huggingface(
 def published_folder(base: Store) -> HuggingFaceFolder:
     folder = HuggingFaceFolder.at(base)
     if folder is None:
+        if base.stat(INDEX) is not None:
+            raise BadInput(f"{base.url} is a Holdfast checkpoint already.")
         why, hint = explain_model(base) or (f"it has neither {hf.WEIGHTS} nor {hf.WEIGHTS_INDEX}", "")
         raise BadInput(f"{base.url} is no folder of a published model that can be read: {why}.", hint=hint)
     return folder
