@@ -271,6 +271,10 @@ def test_a_model_under_a_prefix_is_exported_and_compared(folder: Path, tmp_path:
         export(tmp_path / "two", tmp_path / "none", like=folder, prefix="modl")
     with pytest.raises(MissingTensors, match="Load the part of the state under 'model' alone"):
         holdfast.load({"model": model}, folder, job=alone)
+    inner = model.model.state_dict()
+    with pytest.raises(MissingTensors, match=r"Load \{'model': state\}: \d+ of these \d+ names fit so"):
+        holdfast.load(inner, folder, job=alone)
+    assert holdfast.load({"model": inner}, folder, job=alone).tensors == len(inner)
 
 
 def test_scales_are_not_exported_as_weights(tmp_path: Path) -> None:

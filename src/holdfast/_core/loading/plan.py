@@ -229,7 +229,9 @@ def _renaming(index: Source, table: ShardTable, gone: list[int], have: list[str]
     )
     if alike and isinstance(index, ForeignSource):  # takes no `rename`
         fit = f"{fits} of these {len(missing)} names fit so."
-        return "" if theirs else f"Load the part of the state under {ours!r} alone: {fit}"
+        if theirs:
+            return "" if ours else f"Load {{{theirs!r}: state}}: {fit}"
+        return f"Load the part of the state under {ours!r} alone: {fit}"
     return remedy(mapping, fits, len(missing)) if alike else ""
 
 

@@ -18,7 +18,6 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from holdfast._core.base.values import size_text
 from holdfast._core.format.columns import Columns
 from holdfast._core.format.names import MARKER, METADATA
 from holdfast._core.io.index_file import open_index
@@ -56,7 +55,7 @@ class LazyMetadata(dcp.Metadata):
     def __repr__(self) -> str:
         # Not that of a dataclass, which would read the index and list every tensor.
         report: SaveReport | None = vars(self).get("_report")
-        written = "" if report is None else f": {size_text(report.bytes_written)} in {report.seconds:.1f} s"
+        written = "" if report is None else f": {report.bytes_written:,} bytes in {report.seconds:.1f} s"
         return f"<Metadata of {self._store.url}{written}>"
 
     def __getattr__(self, name: str) -> Any:
