@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -20,8 +21,17 @@ import holdfast._core.store.base  # declares one more error
 from holdfast import Options, errors, events
 from holdfast._core.base.deadline import Deadline, check_seconds
 from holdfast._core.base.options import read_environment
-from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankInfo, StorageError, from_message
+from holdfast.errors import (
+    BadInput,
+    DeadlineExceeded,
+    HoldfastError,
+    MissingTensors,
+    RankInfo,
+    StorageError,
+    from_message,
+)
 from holdfast.testing import ManualClock
+from tests.support.threads import on_ranks
 
 # -- names and imports -----------------------------------------------------------------------------
 
@@ -241,6 +251,34 @@ def test_calls_that_make_no_sense_write_nothing(
     with pytest.raises(BadInput, match=words):
         save(**arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_a_process_that_is_alone_names_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = holdfast.Job(no_dist=True)
+    holdfast.save({"a": torch.zeros(1)}, tmp_path, job=job)
+    with pytest.raises(MissingTensors) as caught:
+        holdfast.load({"b": torch.zeros(1)}, tmp_path, job=job)
+    assert str(caught.value).startswith(f"load of {tmp_path} failed in phase 'reading': {tmp_path} does not")
+    assert (caught.value.rank, caught.value.phase) == (0, "reading")
+    pending = holdfast.async_save({"a": torch.zeros(1000, 1000)}, tmp_path / "it", job=job)
+    if pending.cancel():
+        assert str(pending.exception(60)).endswith(f"The save of {tmp_path / 'it'} was cancelled.")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of several, where the process matters, with `no_dist`
+    with pytest.raises(MissingTensors, match=rf"failed on rank 0 \(host .*, pid {os.getpid()}\) in phase"):
+        holdfast.load({"b": torch.zeros(1)}, tmp_path, job=job)
+
+
+def test_an_error_of_several_ranks_names_its_rank(tmp_path: Path) -> None:
+    def save(roster: Any) -> str:
+        state = {"a": torch.zeros(1), "x": lambda: 1} if roster.rank else {"a": torch.zeros(1)}
+        with pytest.raises(BadInput) as caught:
+            holdfast.save(state, tmp_path, job=holdfast.Job(roster=roster, timeout=60))
+        return str(caught.value)
+
+    for said in on_ranks(2, save):
+        assert f"failed on rank 1 (host {os.uname().nodename}, pid {os.getpid()}) in phase" in said
 
 
 # -- time ------------------------------------------------------------------------------------------

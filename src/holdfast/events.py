@@ -19,6 +19,7 @@ import msgspec
 
 from holdfast._core.base.options import read_place
 from holdfast._core.process.recording import Recorder
+from holdfast.errors import BadInput
 
 _log = logging.getLogger("holdfast")
 
@@ -100,6 +101,8 @@ def record(folder: str | os.PathLike[str]) -> Callable[[], None]:
     `folder/events/rank-3.jsonl` holds the newest events, 2 MiB at most. A background thread writes
     them about once a second, so storage that hangs does not block training.
     """
+    if not isinstance(folder, str | os.PathLike) or "://" in os.fspath(folder):
+        raise BadInput(f"Events are recorded in files: {str(folder)!r} is no path.", hint="Give a folder.")
     recorder = Recorder(os.path.abspath(folder), *_place())
     unsubscribe = subscribe(
         lambda event: recorder.note(event.name, event.at, event.step, event.path, event.fields)

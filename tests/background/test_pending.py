@@ -6,6 +6,7 @@ import concurrent.futures
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 import holdfast
 from holdfast import events
 from holdfast._core.roster.memory import MemoryRoster
+from holdfast.errors import BadInput
 from tests.support.threads import on_ranks
 
 
@@ -51,6 +53,19 @@ def test_a_save_that_one_rank_cancels_is_given_up_on_all(tmp_path: Path) -> None
         assert "was cancelled on rank 0" in said
         assert not unseen
     assert sorted(entered) == [0, 1]
+
+
+@pytest.mark.parametrize("way", ["staged", "committed", "durable", "result", "exception", "wait"])
+@pytest.mark.parametrize("timeout", ["3", True, float("nan"), float("inf")])
+def test_a_wait_that_is_no_number_of_seconds_is_refused(way: str, timeout: Any, tmp_path: Path) -> None:
+    with holdfast.Checkpoints(tmp_path, job=holdfast.Job(no_dist=True)) as run:
+        pending = run.save(1, {"w": torch.ones(3)})
+        assert pending is not None
+        with pytest.raises(BadInput, match=r"timeout must be a finite number of seconds, or None, not"):
+            getattr(pending, way)(timeout)
+        with pytest.raises(BadInput, match=r"timeout must be a finite number of seconds, or None, not"):
+            run.close(timeout)
+        assert pending.committed(60).step == 1
 
 
 def test_it_is_a_future_of_its_report(tmp_path: Path) -> None:

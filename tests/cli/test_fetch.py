@@ -124,7 +124,7 @@ def test_bytes_are_counted_by_hand(published: Path, run_json: Any, run: Run) -> 
 
 
 def test_an_uneven_split_of_layers(published: Path) -> None:
-    def layers(ranks: str, split: list[int] | None, grid: str) -> set[int]:
+    def layers(ranks: str | int, split: str | list[int] | None, grid: str) -> set[int]:
         out = published.parent / f"out {ranks} {split} {grid}"
         huggingface.fetch(published, ranks, grid, out, split=split)
         state = {name: torch.zeros_like(value) for name, value in tensors_of().items()}
@@ -167,6 +167,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a negative split": ({"grid": HALF, "split": [5, -1]}, "The split 5,-1"),
     "too few words": ({"grid": "world=2,tp=2", "vocabulary": 4}, "does not hold the 10"),
     "no words": ({"vocabulary": 0}, "vocabulary must be at least 1"),
+    "words in words": ({"vocabulary": "10"}, "vocabulary must be at least 1, not '10'"),
+    "a split of no numbers": ({"grid": HALF, "split": "1,x"}, "The split '1,x' is not made of numbers"),
+    "a split of one number": ({"grid": HALF, "split": 3}, "The split 3 is not made of numbers"),
+    "no grid": ({"grid": None}, "grid must be a holdfast.Grid, or a text such as"),
 }
 
 
@@ -311,6 +315,37 @@ def test_a_family_that_no_table_knows_is_taken_whole_by_layers(published: Path, 
             tmp_path / "out",
             job=holdfast.Job(no_dist=True),
         )
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "module.policy."])
+def test_a_checkpoint_of_other_names_than_megatrons_is_taken_whole_by_layers(
+    prefix: str, tmp_path: Path
+) -> None:
+    alone = holdfast.Job(no_dist=True)
+    names = [*tensors_of(), *(f"vision.layers.{layer}.weight" for layer in range(LAYERS - 1))]
+    state: dict[str, Any] = {
+        **{prefix + name: torch.full((4,), float(number)) for number, name in enumerate(names)},
+        **{f"optim.state.{name}.exp_avg": torch.full((4,), -1.0) for name in tensors_of()},
+        "step": 7,
+    }
+    holdfast.save(state, tmp_path / "kept", job=alone)
+    both = [huggingface.fetch(tmp_path / "kept", rank, HALF, tmp_path / f"out{rank}") for rank in (0, 1)]
+    assert sum(report.bytes for report in both) < 1.3 * both[0].bytes_in_all
+    for rank, report in enumerate(both):
+        mine = {
+            name: torch.zeros(4) if name != "step" else 0
+            for name in state
+            if "vision" in name or not any(f".layers.{layer}." in name for layer in ((2, 3), (0, 1))[rank])
+        }
+        assert set(report.taken_whole) == mine.keys() - {"step"}
+        holdfast.load(mine, tmp_path / f"out{rank}", job=alone)
+        assert all(torch.equal(value, state[name]) for name, value in mine.items() if name != "step")
+        with pytest.raises(MissingTensors, match="asks for"):
+            holdfast.load(
+                dict.fromkeys(state.keys() - mine, torch.zeros(4)), tmp_path / f"out{rank}", job=alone
+            )
+    uneven = huggingface.fetch(tmp_path / "kept", 1, HALF, split="1,3")
+    assert {prefix + "model.layers.1.input_layernorm.weight"} <= set(uneven.taken_whole)
 
 
 def test_a_name_that_the_family_does_not_have_is_taken_whole_and_told(

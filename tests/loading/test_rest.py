@@ -75,6 +75,8 @@ def test_a_strict_load_names_the_renaming_too(tmp_path: Path) -> None:
     with pytest.raises(MissingTensors) as error:
         holdfast.load({"model": model()}, tmp_path / "it", job=ALONE)
     assert "rename={'module': 'model'}) fits 4 of these 4 names" in error.value.hint
+    assert error.value.message.count("nearest: ") == 3
+    assert error.value.message.endswith("; and more.")
     with pytest.raises(MissingTensors) as error:
         holdfast.load(model().state_dict(), tmp_path / "it", job=ALONE)
     assert "rename={'module': ''}) fits 4 of these 4 names" in error.value.hint

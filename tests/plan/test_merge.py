@@ -151,6 +151,8 @@ def test_a_gap_names_the_tensor_the_place_and_the_ranks() -> None:
         "ranks 0, 1 wrote the rest."
     )
     assert error.details == {"tensor": "w", "kind": "gap", "place": [1, 0], "ranks": [0, 1]}
+    with pytest.raises(CoverageError, match=r"no rank wrote it, rank 0 wrote the rest\."):
+        merge(part(0, [w(0, 1)]))
 
 
 def test_a_gap_says_who_holds_copies() -> None:

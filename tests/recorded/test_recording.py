@@ -6,16 +6,20 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import holdfast
 from holdfast import events
+from holdfast._core.base.options import roll_call_folder
 from holdfast._core.base.shared_folder import SharedFolder
 from holdfast._core.process import recording as _recording
 from holdfast._core.process.recording import BEGUN, ENDED, LOST, EventLine
 from holdfast._tools.recorded.event_log import read_events
+from holdfast.errors import BadInput
 from tests.support.waiting import wait_until
 
 ALONE = holdfast.Job(no_dist=True)
@@ -43,6 +47,32 @@ def test_a_save_and_phases_are_recorded_in_order(tmp_path: Path) -> None:
     inner, outer = (line.fields for line in found if line.name == "phase.left")
     assert (inner["phase"], outer["phase"]) == ("inner", "outer")
     assert outer["seconds"] >= inner["seconds"] >= 0.15
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/run", 3, None])
+def test_a_place_that_is_no_folder_is_refused(
+    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=f"Events are recorded in files: '{place}' is no path"):
+        events.record(place)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_url_in_the_environment_is_told_and_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOLDFAST_EVENTS", "s3://bucket/run")
+    holdfast.install("torch-dcp", session=False)
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+    finally:
+        holdfast.uninstall()
+    assert "HOLDFAST_EVENTS: Events are recorded in files: 's3://bucket/run' is no path." in caplog.text
+    assert roll_call_folder() == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_short_phases_are_left_out_and_a_long_one_is_written_while_it_lasts(tmp_path: Path) -> None:

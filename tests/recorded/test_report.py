@@ -416,7 +416,8 @@ def test_bad_input_ends_in_one_sentence(name: str, tmp_path: Path) -> None:
     for place in (tmp_path / "missing", tmp_path / "file"):
         told = command(name, place, "--json")
         assert (told.exit_code, told.stdout) == (2, "")
-        assert told.stderr == f"holdfast: {place} is no folder. Give the run folder of a job.\n"
+        hint = "Give the one that HOLDFAST_EVENTS names in the job."
+        assert told.stderr == f"holdfast: {place} is no folder of this host. {hint}\n"
     (tmp_path / "empty").mkdir()
     told = (
         command(name, tmp_path / "empty") if name == "report" else command(name, tmp_path / "empty", "--once")

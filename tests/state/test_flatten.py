@@ -325,6 +325,9 @@ def test_hold_gives_rows_with_boxes_replicas_and_owners() -> None:
         (lambda: Shard(torch.zeros(2), (4,), (0, 0)), "offset 2"),
         (lambda: Shard(torch.zeros(2), (4,), (0,), (2, 2)), r"replica=\(2, 2\)"),
         (lambda: Shard(torch.zeros(2), (4,), (0,), (-1, 2)), "0 <= index < count"),
+        (lambda: Shard(torch.zeros(2), 4, 0), "global_shape=4, offset=0 and .* must be tuples of numbers"),  # type: ignore[arg-type]
+        (lambda: Shard(torch.zeros(2), (4,), (0,), 1), "replica=1 must be tuples"),  # type: ignore[arg-type]
+        (lambda: Shard(torch.zeros(2), (4,), (None,), position="x"), "position='x' a number"),  # type: ignore[arg-type]
     ],
 )
 def test_shards_that_make_no_sense_are_refused(make: Any, words: str) -> None:

@@ -17,6 +17,7 @@ from holdfast._tools.checkpoints.inspect import describe
 from holdfast._tools.checkpoints.prune import prune
 from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import BadInput, HoldfastError, NotCommitted, StorageError
+from holdfast.testing import MemoryStore
 
 STATE = {"w": torch.zeros(3)}
 
@@ -46,6 +47,11 @@ def refused(path: Path) -> HoldfastError:
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     assert "it does not exist" in refused(tmp_path / "nothing").message
+
+
+def test_a_place_that_is_not_there_by_its_url() -> None:
+    with pytest.raises(NotCommitted, match=r"Is the URL right\?$"):
+        holdfast.load({"a": 1}, MemoryStore())
 
 
 def test_a_step_that_was_removed(run: Path) -> None:

@@ -144,7 +144,10 @@ class _Installation:
         self.rank = dist.get_rank()
         # Only now: worker processes of data loaders and compilers have RANK set, too.
         if event_folder() and self.end_record is None:
-            self.end_record = events.record(event_folder())
+            try:
+                self.end_record = events.record(event_folder())
+            except BadInput as error:
+                log.warning("HOLDFAST_EVENTS: %s", error)  # no reason to end the training
         if dist.get_world_size() > 1:
             roster = find_roster(Job())
             _connect(roster)

@@ -180,6 +180,10 @@ def test_bad_folders_are_one_sentence(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"holds 'notes\.doc'"):
         import_(folder, tmp_path / "full", job=holdfast.Job(no_dist=True))
     import_(folder, tmp_path / "out", job=holdfast.Job(no_dist=True))
+    with pytest.raises(
+        BadInput, match=f"phase 'entered': {tmp_path / 'out'} is a Holdfast checkpoint already"
+    ):
+        import_(tmp_path / "out", tmp_path / "again", job=holdfast.Job(no_dist=True))
     with pytest.raises(BadInput, match="holds a checkpoint already"):
         import_(folder, tmp_path / "out", step=7, job=holdfast.Job(no_dist=True))
     shutil.copytree(folder, tmp_path / "cut")
@@ -214,6 +218,13 @@ def test_weights_of_transformers_modules_are_exported(folder: Path, tmp_path: Pa
     holdfast.save(model.state_dict(), tmp_path / "step", job=holdfast.Job(no_dist=True))
     export(tmp_path / "step", tmp_path / "again", like=folder)
     assert holdfast.same(tmp_path / "again", folder).same
+    holdfast.save({"model": model}, tmp_path / "prefix", job=holdfast.Job(no_dist=True))
+    (tmp_path / "config").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "config")
+    for number, source in enumerate(("step", "prefix")):  # by the table alone
+        out = tmp_path / f"by config {number}"
+        export(tmp_path / source, out, like=tmp_path / "config", strict=False, dtype=torch.bfloat16)
+        assert holdfast.same(out, folder).same
 
 
 def test_a_model_under_a_prefix_is_exported_and_compared(folder: Path, tmp_path: Path) -> None:
@@ -260,6 +271,10 @@ def test_a_model_under_a_prefix_is_exported_and_compared(folder: Path, tmp_path:
         export(tmp_path / "two", tmp_path / "none", like=folder, prefix="modl")
     with pytest.raises(MissingTensors, match="Load the part of the state under 'model' alone"):
         holdfast.load({"model": model}, folder, job=alone)
+    inner = model.model.state_dict()
+    with pytest.raises(MissingTensors, match=r"Load \{'model': state\}: \d+ of these \d+ names fit so"):
+        holdfast.load(inner, folder, job=alone)
+    assert holdfast.load({"model": inner}, folder, job=alone).tensors == len(inner)
 
 
 def test_scales_are_not_exported_as_weights(tmp_path: Path) -> None:

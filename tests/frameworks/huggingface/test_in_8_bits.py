@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import holdfast
 from holdfast import huggingface
@@ -239,6 +240,65 @@ def test_two_ways_to_write_a_model_are_compared_by_their_values(tmp_path: Path) 
     assert holdfast.same(tmp_path / "whole", tmp_path / "values").same
     assert holdfast.same(tmp_path / "values", tmp_path / "whole").same
     assert holdfast.same(tmp_path / "whole", tmp_path / "whole").same
+
+
+def test_experts_one_by_one_are_those_in_one_tensor_if_they_load_the_same(tmp_path: Path) -> None:
+    """In either order, with scales of another form, and beside a model in floating point."""
+    torch.manual_seed(0)
+    side, layer = 128, "model.layers.0.mlp.experts"
+    about = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 2, "hidden_size": side}
+    about |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 8,
+        "tie_word_embeddings": False,
+    }
+
+    def folder(name: str, tensors: dict[str, torch.Tensor], **more: Any) -> Path:
+        (tmp_path / name).mkdir()
+        save_file(tensors | {"model.norm.weight": torch.ones(side)}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps({**about, **more}))
+        return tmp_path / name
+
+    blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [side, side]}}
+    one, scale = {}, {}
+    for expert in range(2):
+        for part in ("gate", "up", "down"):
+            name = f"{layer}.{expert}.{part}_proj.weight"
+            one[name], scale[name] = torch.randint(1, 8, (side, side)).to(E4M3), random(1, 1)
+    scales = {f"{name}_scale_inv": value for name, value in scale.items()}
+
+    def joined(tensors: dict[str, torch.Tensor], end: str = "") -> dict[str, torch.Tensor]:
+        of = [
+            [tensors[f"{layer}.{at}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+            for at in range(2)
+        ]
+        return {
+            f"{layer}.gate_up_proj{end}": torch.stack([torch.cat(three[:2]) for three in of]),
+            f"{layer}.down_proj{end}": torch.stack([three[2] for three in of]),
+        }
+
+    values = {name: tensor.float() * scale[name] for name, tensor in one.items()}
+    first = f"{layer}.0.up_proj.weight"
+    other = {name: value * (3 if name == first else 1) for name, value in scale.items()}
+    halved = {name: (tensor.float() / 2).to(E4M3) for name, tensor in one.items()}
+    doubled = {name: value * 2 for name, value in scale.items()}
+    same = [
+        folder("parts", one | scales, **blocks),
+        folder("joined", joined(one) | joined(scale, "_scale_inv"), **blocks),
+        folder("other scales", joined(halved) | joined(doubled, "_scale_inv"), **blocks),
+        folder("values", values),
+        folder("joined values", joined(values)),
+    ]
+    wrong = folder("wrong", joined(one) | joined(other, "_scale_inv"), **blocks)
+    for a in same:
+        for b in same:
+            verdict = holdfast.same(a, b)
+            assert verdict.same, (a.name, b.name, str(verdict))
+        for found in (holdfast.same(a, wrong, where=True), holdfast.same(wrong, a, where=True)):
+            assert found.only_a == found.only_b == ()
+            (unlike,) = found.different
+            assert (unlike.name, unlike.elements) == (f"{layer}.gate_up_proj", side * side)
 
 
 def test_an_imported_model_keeps_elements_and_scales(tmp_path: Path) -> None:

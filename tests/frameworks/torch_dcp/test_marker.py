@@ -33,6 +33,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "step-10"
 
 
+def test_what_a_save_returns_is_printed_as_one_short_line(tmp_path: Path) -> None:
+    state = {f"w{number}": torch.ones(2) for number in range(100)}
+    saved = dcp.save(state, checkpoint_id=tmp_path / "step-10")
+    assert str(saved).startswith(f"<Metadata of {tmp_path / 'step-10'}: ")
+    assert len(str(saved)) < 150 + len(str(tmp_path))
+    assert len(saved.state_dict_metadata) == 100
+
+
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 import msgspec
 
+from holdfast._core.base.deadline import check_wait
 from holdfast._core.base.threads import start_thread
 from holdfast._core.saving.job import SaveJob, SaveReport
 from holdfast.errors import DeadlineExceeded, HoldfastError, NotStarted
@@ -53,6 +54,8 @@ class Pending(Future[SaveReport]):
         self._save: SaveJob | None = None
         self.who: str = "a rank"
         """Description of the saving rank, for messages."""
+        self.there: str = ""
+        """The same, as where something happened."""
         self.local: Future[SaveReport] | None = None
         """The commit in the local folders of all hosts, before the durable one; cancelled: there is none."""
         self._last = Progress("staging", 0, 0)
@@ -104,7 +107,8 @@ class Pending(Future[SaveReport]):
 
     def _attempt(self, save: SaveJob) -> None:
         """Record the running job: the first attempt, or a retry."""
-        self._save, self.who = save, save.operation.context.who
+        context = save.operation.context
+        self._save, self.who, self.there = save, context.who, context.there
         if self._cancel is not None:  # it was cancelled before this attempt began
             save.operation.cancel.set(self._cancel)
 
@@ -115,7 +119,7 @@ class Pending(Future[SaveReport]):
 
     def staged(self, timeout: float | None = None) -> None:
         """Wait until the state is copied; from then on, training may change it."""
-        if not concurrent.futures.wait([self.staging_completion], timeout).done:
+        if not concurrent.futures.wait([self.staging_completion], check_wait(timeout)).done:
             raise self.late("staged", timeout)
 
     def committed(self, timeout: float | None = None) -> SaveReport:
@@ -127,7 +131,7 @@ class Pending(Future[SaveReport]):
         timeout: seconds to wait; default: no limit besides the deadline of the save itself. Raises
             DeadlineExceeded after that; the save goes on.
         """
-        begun = time.monotonic()
+        begun, timeout = time.monotonic(), check_wait(timeout)
         if self.local is not None:
             concurrent.futures.wait([self.local, self], timeout, concurrent.futures.FIRST_COMPLETED)
             if (report := self._local_report()) is not None:
@@ -170,20 +174,20 @@ class Pending(Future[SaveReport]):
     def result(self, timeout: float | None = None) -> SaveReport:
         """Like `durable`, but raise TimeoutError if the save takes longer than `timeout` seconds."""
         try:
-            return super().result(timeout)
+            return super().result(check_wait(timeout))
         finally:
             self.seen = self.seen or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait like `result`; return the error, or None if the save is committed."""
         try:
-            return super().exception(timeout)
+            return super().exception(check_wait(timeout))
         finally:
             self.seen = self.seen or self.done()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the save has finished or failed; return whether it has. An error stays unseen."""
-        concurrent.futures.wait([self], timeout)
+        concurrent.futures.wait([self], check_wait(timeout))
         return self.done()
 
     def failure(self) -> BaseException | None:
@@ -212,7 +216,7 @@ class Pending(Future[SaveReport]):
         # Set the error first, then read the job; `_attempt` does this in the opposite order. So a cancel is
         # never lost, whenever a retry begins.
         self._cancel = HoldfastError(
-            f"The save of {self.path} was cancelled on {self.who}.", step=self.step, details={CANCELLED: True}
+            f"The save of {self.path} was cancelled{self.there}.", step=self.step, details={CANCELLED: True}
         )
         save = self._save  # its own thread may drop it now
         if save is not None:

@@ -50,6 +50,15 @@ def check_seconds(name: str, value: float) -> float:
     return float(value)
 
 
+def check_wait(timeout: float | None) -> float | None:
+    """Return a number of seconds to wait (0 and less: none), or None; BadInput for anything else."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout < 1e9:
+        raise BadInput(f"timeout must be a finite number of seconds, or None, not {timeout!r}.")
+    return float(timeout)
+
+
 @dataclass(frozen=True)
 class Limits:
     """Timeouts of a call."""

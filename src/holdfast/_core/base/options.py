@@ -172,8 +172,9 @@ def event_folder() -> str:
 
 def roll_call_folder() -> str:
     """Return the folder that files of roll calls go to (HOLDFAST_ROLL_CALLS, or else that of the events); ""
-    for none."""
-    return os.environ.get("HOLDFAST_ROLL_CALLS", "") or event_folder()
+    for none, and for a URL."""
+    folder = os.environ.get("HOLDFAST_ROLL_CALLS", "") or event_folder()
+    return "" if "://" in folder else folder
 
 
 def model_folders() -> list[str]:

@@ -45,8 +45,11 @@ class Grid:
         etp = self.tp if self.etp is None else self.etp
         object.__setattr__(self, "etp", etp)
         for name in _SIZES:
-            if getattr(self, name) < 1:
+            if _whole(name, getattr(self, name)) < 1:
                 raise BadInput(f"Grid {name}={getattr(self, name)} must be at least 1.")
+        _whole("first_rank", self.first_rank)
+        if not isinstance(self.order, str):
+            raise BadInput(f"Grid order must be a text such as {'-'.join(AXES)!r}, not {self.order!r}.")
         names = self.order.split("-")
         if len(set(names)) != len(names) or not set(names) <= set(AXES):
             raise BadInput(f"Grid order {self.order!r} must list some of {'-'.join(AXES)}, each once.")
@@ -164,6 +167,12 @@ class Grid:
             "order": self.order,
             "first_rank": self.first_rank,
         }
+
+
+def _whole(name: str, size: int) -> int:
+    if isinstance(size, bool) or not hasattr(size, "__index__"):
+        raise BadInput(f"Grid {name} must be a whole number, not {size!r}.", hint="Write Grid(16, tp=2).")
+    return size
 
 
 def grid_of(text: str) -> Grid:

@@ -250,9 +250,9 @@ def fill(request: LoadRequest, target: Target, loaded: Loaded, operation: Operat
             finish()
         except Exception as error:
             raise LoadFailed(
-                f"{context.title}: all was read, but load_state_dict failed on {context.who}: "
+                f"{context.title}: all was read, but load_state_dict failed{context.there}: "
                 f"{type(error).__name__}: {error}",
                 rank=request.call.rank,
-                hint="Other ranks don't know of this.",
+                hint="Other ranks don't know of this." if context.there else "",
             ) from error
     return len(set(at))

@@ -195,10 +195,11 @@ def _check_missing(
             near = nearest(name, have)
             return f"{name!r}" + (f" (nearest: {near!r})" if near else "")
 
+        found = _renaming(index, table, gone, have)
         raise MissingTensors(
             f"{request.store.url} does not hold {len(names)} of the names in the state: "
-            f"{listed(names, say)}.",
-            hint=_renaming(index, table, gone, have)
+            f"{listed(names, say, most=3 if found else 10)}.",
+            hint=found
             or _quantized({table.specs[row].name: of_row[row] for row in gone}, have)
             or (_KEEP if all(of_row[row].private for row in gone) else "")
             or f"It holds {index.tensors} names; leave these out of the load, or pass {request.lenient} to "
@@ -228,7 +229,9 @@ def _renaming(index: Source, table: ShardTable, gone: list[int], have: list[str]
     )
     if alike and isinstance(index, ForeignSource):  # takes no `rename`
         fit = f"{fits} of these {len(missing)} names fit so."
-        return "" if theirs else f"Load the part of the state under {ours!r} alone: {fit}"
+        if theirs:
+            return "" if ours else f"Load {{{theirs!r}: state}}: {fit}"
+        return f"Load the part of the state under {ours!r} alone: {fit}"
     return remedy(mapping, fits, len(missing)) if alike else ""
 
 

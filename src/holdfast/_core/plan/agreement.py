@@ -152,28 +152,29 @@ def check_coverage(names: list[str], shapes: Array, ndim: Array, first: Array, r
     )
 
 
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8]))
+
+
 def _say(
     problem: Problem, rows: RankRows, mine: Array, ranks: list[int], location: str, first: int
 ) -> tuple[str, int | None]:
-    listed = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
+    listed = _ranks(ranks) + (" and others" if len(ranks) > 8 else "")
     if problem.kind == "gap":
         seen = sorted(set(rows.witness_rank[rows.witness_tensor == problem.tensor].tolist()))
-        holders = f"; ranks {', '.join(map(str, seen[:8]))} say they hold copies" if seen else ""
-        wrote = (
-            f"ranks {listed} wrote the rest"
-            if ranks
-            else f"rank {first} names it, and no rank wrote any of it"
-        )
+        say = "says it holds a copy" if len(seen) == 1 else "say they hold copies"
+        holders = f"; {_ranks(seen)} {say}" if seen else ""
+        wrote = f"{listed} wrote the rest" if ranks else f"rank {first} names it, and no rank wrote any of it"
         return f"is not covered: {location} no rank wrote it, {wrote}{holders}", None
     place = np.asarray(problem.place)
     # The boxes that contain the first doubled index; the error names their writers.
     inside = mine[((rows.offset[mine] <= place) & (place < rows.offset[mine] + rows.size[mine])).all(axis=1)]
     if problem.kind == "overlap":
         twice = sorted(set(rows.rank[inside].tolist()))
-        who = ", ".join(map(str, twice[:8]))
-        return f"is covered twice: {location} ranks {who} wrote it" if len(
-            twice
-        ) > 1 else f"is covered twice {location} by rank {who}", (twice[0] if twice else None)
+        said = (
+            f": {location} {_ranks(twice)} wrote it" if len(twice) > 1 else f" {location} by {_ranks(twice)}"
+        )
+        return f"is covered twice{said}", (twice[0] if twice else None)
     rank = int(rows.rank[problem.chunk])
     return f"has a shard of rank {rank} that lies outside it, at {list(problem.place)}", rank
 

@@ -6,6 +6,8 @@ from holdfast._core.base.values import Message
 from holdfast._core.protocol.effects import Context, Look, Steps
 from holdfast._core.roster.lost import Seen, describe
 
+CIRCLE = "a circle, which nothing can end"
+"""How the description of a rank in a confirmed cycle begins."""
 LONGEST = 8
 """Maximum number of ranks in a cycle."""
 
@@ -120,7 +122,7 @@ class Circles:
                 if after in (part.get("waiting_for") or ())
             ]
             parts.append(f"rank {rank} waits for rank {after} in {titles[0] if titles else 'another call'}")
-        return f"a circle, which nothing can end: {', and '.join(parts)}"
+        return f"{CIRCLE}: {', and '.join(parts)}"
 
 
 def _operation(seen: Seen, key: str) -> Message:

@@ -303,7 +303,7 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
     if error.rank is None and not error.missing and not judging:
         error.rank = context.rank
     if error.rank == context.rank and not error.missing and not error.phase:
-        error.message = f"{context.title} failed on {context.who} in phase {context.phase!r}: {error.message}"
+        error.message = f"{context.title} failed{context.there} in phase {context.phase!r}: {error.message}"
     error.step = context.step if error.step is None else error.step
     error.phase = error.phase or context.phase
     context.on_wait(None)

@@ -29,6 +29,9 @@ from holdfast._core.roster.lost import Seen
 from holdfast._core.roster.whereabouts import Inquiry
 from holdfast.errors import HoldfastError, RankInfo
 
+THIS_PROCESS = "this process"
+"""The name in errors of a rank that is a whole job."""
+
 
 # Effects are values, not calls. `runner.perform` executes them on a roster, `tests.support.simulate` with a
 # manual clock and seeded faults.
@@ -187,6 +190,11 @@ class Context:
         self.who = self.who or f"rank {self.rank}"
         # The key is empty until `rendezvous.meet` has derived it.
         self.set_key(self.key)
+
+    @property
+    def there(self) -> str:
+        """Where this rank failed, for errors: ` on rank 1 (host a, pid 2)`; "" if no other rank is there."""
+        return "" if self.who == THIS_PROCESS else f" on {self.who}"
 
     def set_key(self, key: str) -> None:
         """Set the key under which the ranks of this operation meet."""

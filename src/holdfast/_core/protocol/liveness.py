@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from holdfast._core.base.values import Message
-from holdfast._core.protocol.circles import Circles
+from holdfast._core.protocol.circles import CIRCLE, Circles
 from holdfast._core.protocol.effects import Claim, Context, Late, Look, Steps, abandon
 from holdfast._core.roster.lost import Seen, Stalls, describe
 from holdfast._core.roster.presence import pace, spread
@@ -20,6 +20,7 @@ from holdfast.errors import DeadlineExceeded, RankFailed, RankInfo
 QUOTED = 8
 """Maximum number of ranks listed in an error or a presence message."""
 NO_PART = "If they take no part on purpose, leave them out: job=holdfast.Job(participants=...)."
+SAME_CALLS = "All ranks make the same calls in one order, with the same path and step: compare these calls."
 UNKNOWN_BEFORE = (
     "A rank that ends before its first call of Holdfast is noticed only after holdfast.install()."
 )
@@ -289,7 +290,9 @@ class PeerMonitor:
         why = "the deadline passed" if kind is DeadlineExceeded else "a rank was given up"
         whom = f"rank {infos[0].rank}" if count == 1 else f"{count} ranks"
         unknown = any(seen[info.rank].vitals is None for info in infos)
-        hints = [context.hint, "" if entered else NO_PART, UNKNOWN_BEFORE if unknown else ""]
+        in_circle = any(info.note.startswith(CIRCLE) for info in infos)
+        why_not = SAME_CALLS if in_circle else "" if entered else NO_PART
+        hints = [context.hint, why_not, UNKNOWN_BEFORE if unknown else ""]
         return kind(
             f"{context.title} failed after {context.deadline.elapsed():.1f} s, because {why} while rank "
             f"{context.rank} waited for {whom} to {what or self.what}: {shown}.",

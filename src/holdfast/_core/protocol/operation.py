@@ -13,10 +13,11 @@ from typing import Any
 from holdfast import events
 from holdfast._core.base.bar import Bar
 from holdfast._core.base.collector import collector_paused
+from holdfast._core.base.options import read_place
 from holdfast._core.base.values import Json, size_text
 from holdfast._core.protocol.call import Call
 from holdfast._core.protocol.core import choice_steps
-from holdfast._core.protocol.effects import Context, Late, Steps, abandon
+from holdfast._core.protocol.effects import THIS_PROCESS, Context, Late, Steps, abandon
 from holdfast._core.protocol.messages import Final, Outcome, from_roster, to_message
 from holdfast._core.protocol.phases import CHOICE_TRANSITIONS, Transitions
 from holdfast._core.protocol.rendezvous import CallSignature, history_of, leave, meet
@@ -92,7 +93,7 @@ class Operation:
         about = self._signature.about | line
         self.presence.about = about | {"blocks": _is_only_caller()}
         self.presence.look, self.presence.on_gone = self._look, self._on_gone
-        me = self.presence.beacon.who
+        me, is_single = self.presence.beacon.who, call.roster.world_size == 1 and read_place()[1] == 1
         self.clocks = {"entered": self.begun}
         self.context = Context(
             call.rank,
@@ -111,7 +112,7 @@ class Operation:
             inquiry=None if self.alone else Inquiry(self.roster),
             blocks=self.presence.about["blocks"],
             mine=self._keys,
-            who=f"rank {me.rank} (host {me.host}, pid {me.pid})",
+            who=THIS_PROCESS if is_single else f"rank {me.rank} (host {me.host}, pid {me.pid})",
             hint=_HINTS.get(kind, ""),
             about=about,
         )

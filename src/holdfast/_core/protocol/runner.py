@@ -208,7 +208,7 @@ def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, 
 
 def _told(bug: BaseException, context: Context, roster: Roster, presence: Presence) -> HoldfastError:
     """Send an error in the protocol itself to the other ranks; return it as the error of this call."""
-    error = HoldfastError(f"{context.title} failed on {context.who}: {bug!r}", rank=context.rank)
+    error = HoldfastError(f"{context.title} failed{context.there}: {bug!r}", rank=context.rank)
     error.__cause__ = bug
     with suppress(Exception):  # a failure to send it must not hide it
         if context.key:

@@ -14,6 +14,7 @@ from typing import Self, SupportsFloat, TypeVar
 from holdfast import events
 from holdfast._core.background.pending import Pending, finished
 from holdfast._core.background.queue import EXIT_GRACE, LANE, SaveQueue
+from holdfast._core.base.deadline import check_wait
 from holdfast._core.base.values import Message
 from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.protocol.call import Call, begin_call, whole_step
@@ -179,6 +180,7 @@ class RunFolder:
         timeout: seconds to wait; default: until the deadlines of the saves.
         Raises the first error of a save, on all ranks.
         """
+        check_wait(timeout)
         self._times.close()
         first: HoldfastError | None = None
         for save in self._queue.settle(timeout=timeout):

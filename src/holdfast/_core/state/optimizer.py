@@ -111,14 +111,15 @@ def set_state_dict(
 
 
 def _parts(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    parts = [model] if isinstance(model, torch.nn.Module) else list(model)
+    parts = list(model) if isinstance(model, Iterable) and not isinstance(model, torch.nn.Module) else [model]
     if not all(isinstance(part, torch.nn.Module) for part in parts):
         raise BadInput(f"model must be a module, or a list of them, not {type(model).__name__}.")
     return parts
 
 
 def _several(optimizers: Any) -> list[torch.optim.Optimizer]:
-    several = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
+    is_one = hasattr(optimizers, "param_groups") or not isinstance(optimizers, Iterable)
+    several = [optimizers] if is_one else list(optimizers)
     if not all(hasattr(optimizer, "param_groups") for optimizer in several):
         raise BadInput(f"optimizers must be an optimizer, or a list of them, not {optimizers!r}.")
     return several

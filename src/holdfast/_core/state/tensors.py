@@ -34,13 +34,20 @@ class Shard:
         replica: tuple[int, int] = (0, 1),
         position: int | None = None,
     ) -> None:
-        self.tensor: torch.Tensor = tensor
-        self.global_shape: tuple[int, ...] = tuple(int(s) for s in global_shape)
-        # None becomes 0: a deferred offset is relative to where the shard begins.
-        self.offset: tuple[int, ...] = tuple(int(o or 0) for o in offset)
-        self.replica: tuple[int, int] = (int(replica[0]), int(replica[1]))
         if not isinstance(tensor, torch.Tensor):
             raise BadInput(f"Shard takes a tensor, not {type(tensor).__name__}.")
+        self.tensor: torch.Tensor = tensor
+        try:
+            self.global_shape: tuple[int, ...] = tuple(int(s) for s in global_shape)
+            # None becomes 0: a deferred offset is relative to where the shard begins.
+            self.offset: tuple[int, ...] = tuple(int(o or 0) for o in offset)
+            self.replica: tuple[int, int] = (int(replica[0]), int(replica[1]))
+            position = None if position is None else int(position)
+        except (TypeError, ValueError, IndexError):
+            raise BadInput(
+                f"Shard: global_shape={global_shape!r}, offset={offset!r} and replica={replica!r} must be "
+                f"tuples of numbers, and position={position!r} a number or None."
+            ) from None
         if not len(self.global_shape) == len(self.offset) == tensor.dim():
             raise BadInput(
                 f"Shard: the tensor has {tensor.dim()} dimensions, global_shape {len(self.global_shape)} and "
@@ -68,7 +75,7 @@ class Shard:
         # A rank without elements may have any shape, unless no rank has elements.
         has_length = self.tensor.numel() or 0 in self.global_shape
         length = self.tensor.shape[unknown[0]] if has_length else 0
-        return DeferredOffset(unknown[0], lane, int(position), length, -1)
+        return DeferredOffset(unknown[0], lane, position, length, -1)
 
     def __repr__(self) -> str:
         begin = (

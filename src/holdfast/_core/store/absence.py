@@ -161,7 +161,7 @@ def _complete_model(store: Store, names: list[str]) -> Reason | None:
 
 
 def _empty(store: Store, names: list[str]) -> Reason | None:
-    return None if names else ("it is an empty folder", "Is the path right, and mounted on this host?")
+    return None if names else ("it is an empty folder", _is_right(store))
 
 
 def _zero(store: Store, names: list[str]) -> Reason | None:
@@ -269,7 +269,11 @@ def _missing(store: Store) -> Reason:
                 f"it does not exist; the newest committed steps in {parent} are {', '.join(map(str, steps))}",
                 "It was never committed, or it was removed as an old step (keep=, `holdfast prune`).",
             )
-    return "it does not exist", "Is the path right, and mounted on this host?"
+    return "it does not exist", _is_right(store)
+
+
+def _is_right(store: Store) -> str:
+    return "Is the URL right?" if "://" in store.url else "Is the path right, and mounted on this host?"
 
 
 def _newest(store: Store, most: int) -> dict[int, str]:

@@ -337,6 +337,8 @@ def open_local(place: str | os.PathLike[str], doing: str) -> LocalStore:
 
 def _text_of(place: str | os.PathLike[str]) -> tuple[str, str]:
     """Return a path or URL as text, and its scheme: "file" for a path, whose text has no scheme."""
+    if not isinstance(place, str | bytes | os.PathLike):
+        raise BadInput(f"The path is of type {type(place).__name__}; give a str or a pathlib.Path.")
     text = os.fspath(place)
     if not isinstance(text, str):
         raise BadInput(f"{text!r} is bytes; give the path as a str.")

@@ -52,6 +52,12 @@ class LazyMetadata(dcp.Metadata):
         meta = dcp.StorageMeta(checkpoint_id=store.url)
         vars(self).update(version=VERSION, storage_meta=meta, _store=store, _report=report)
 
+    def __repr__(self) -> str:
+        # Not that of a dataclass, which would read the index and list every tensor.
+        report: SaveReport | None = vars(self).get("_report")
+        written = "" if report is None else f": {report.bytes_written:,} bytes in {report.seconds:.1f} s"
+        return f"<Metadata of {self._store.url}{written}>"
+
     def __getattr__(self, name: str) -> Any:
         # Called only for missing attributes: an index may have a million tensors, so it is read on demand.
         if name == "state_dict_metadata":

@@ -147,7 +147,8 @@ def _one_source(reports: dict[int, Json]) -> str:
     first, (identity, _) = next(iter(reports.items()))
     for rank, (other, trouble) in reports.items():
         if trouble:
-            raise BadInput(f"Rank {rank} can't read the model: {trouble}", rank=rank)
+            who = f"Rank {rank} can't read the model: " if len(reports) > 1 else ""
+            raise BadInput(f"{who}{trouble}", rank=rank)
         if other != identity:
             raise BadInput(
                 f"Rank {rank} sees another version of the model than rank {first}.",

@@ -35,7 +35,7 @@ from holdfast._models.equality.name_prefix import leave_out_prefix
 from holdfast._models.equality.pair_reader import PairReader
 from holdfast._models.equality.pairs import Pair, Region
 from holdfast._models.equality.parts import wrong_ranks
-from holdfast._models.equality.sides import FolderOrFingerprints, FolderSide, LiveSide, Side, open_side
+from holdfast._models.equality.sides import FolderOrFingerprints, FolderSide, LiveSide, Side, leads, open_side
 from holdfast._models.equality.verdict import Same, Unlike
 from holdfast._models.views.published import published_regions
 from holdfast._models.views.quantized import IN_8_BITS, base_of, scales_of
@@ -77,11 +77,7 @@ def same(
     refuse_text(include=include, exclude=exclude)
     with ExitStack() as opened:
         first, second = (open_side(place, opened) for place in (a, b))
-        # A published model leads only another one: fused tensors of other places don't have its names. A live
-        # state leads, because it determines what is read.
-        swapped = (first.published is not None and second.published is None) or (
-            isinstance(second, LiveSide) and not isinstance(first, LiveSide)
-        )
+        swapped = leads(second, first)
         lead, other = (second, first) if swapped else (first, second)
         keep = leave_out_prefix(lead, other, include, exclude)
         work = _Comparison(lead, other, where, progress)
@@ -136,7 +132,7 @@ class _Comparison:
         mine, theirs = self._lead.weights(), self._other.weights()
         self._refuse_unknown(mine, theirs)
         prints = self._lead.fingerprints(), self._other.fingerprints()
-        self._multiplied = multiplied((self._lead, self._other), (mine, theirs), prints)
+        self._multiplied = multiplied((self._lead, self._other), (mine, theirs), prints, self._parts)
         compared = 0
         for name, spec in mine.items():
             if not keep(name):
@@ -229,7 +225,8 @@ class _Comparison:
             stored = [(other.dtype, whole(other.shape))]
         else:
             assert folder is not None
-            mine, other, stored = spec, spec, published_regions(folder, spec)
+            mine = spec._replace(dtype=CODE_OF["float32"]) if spec.name in self._multiplied else spec
+            other, stored = mine, published_regions(folder, mine)
         if mine.dtype == IN_8_BITS == stored[0][0]:
             self._unscaled |= {spec.name} if theirs is not None else self._parts(spec)
         if mine.shape != other.shape:
@@ -372,8 +369,8 @@ class _Comparison:
         spec, side = pair.specs[place], (self._lead, self._other)[place]
         text = what(spec)
         if side.published is not None and spec.dtype != IN_8_BITS:
-            names = self._parts(spec) or {spec.name}
-            places = filter(None, map(side.published.place, names))
+            # The names on the other side, and the name on this one.
+            places = filter(None, map(side.published.place, {*self._parts(spec), spec.name}))
             if any(stored.code == IN_8_BITS for stored in places):
                 text += f", rounded there to {DTYPES[IN_8_BITS].name} with scales"
         if self.reader.lost and all(region.stored[place] == region.dtype for region in pair.regions):

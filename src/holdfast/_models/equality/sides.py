@@ -159,6 +159,23 @@ class FolderSide:
 Side = LiveSide | FolderSide
 
 
+def leads(side: Side, other: Side) -> bool:
+    """Return whether a side that was given second is compared by its own names."""
+    # A live state leads, because it determines what is read.
+    if isinstance(side, LiveSide) or isinstance(other, LiveSide):
+        return not isinstance(other, LiveSide)
+    # Fused tensors don't have the names of what is published by parts, so the side that may have them leads.
+    if other.published is None or side.published is None:
+        return other.published is not None and side.published is None
+    return _fused(side, other) > _fused(other, side)
+
+
+def _fused(side: FolderSide, other: FolderSide) -> int:
+    """Count the tensors of a published model that another one has by parts."""
+    view, theirs = other.published.view_if_known if other.published is not None else None, other.weights()
+    return 0 if view is None else sum(name not in theirs and view.knows(name) for name in side.weights())
+
+
 def open_side(place: FolderOrFingerprints, opened: ExitStack) -> Side:
     if isinstance(place, Mapping):
         if not all(isinstance(one, Fingerprint) for one in place.values()):

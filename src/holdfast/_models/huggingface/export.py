@@ -18,6 +18,7 @@ from itertools import chain, groupby
 from typing import NamedTuple
 
 import msgspec
+import torch
 
 from holdfast._core.base.reporting import quiet
 from holdfast._core.base.values import Message, ReportProgress
@@ -86,7 +87,7 @@ def export_huggingface(
     out: str | os.PathLike[str],
     *,
     like: str | os.PathLike[str],
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     quantize: str | None = None,
     file_bytes: int = FILE_BYTES,
     strict: bool = True,
@@ -102,8 +103,8 @@ def export_huggingface(
     out: a new folder, or one in which an export of the same checkpoint was interrupted.
     like: the folder of the published model, whose configuration, tokenizer and code are copied. If it holds
         weights, the exported names and shapes must be the same.
-    dtype: of floating-point weights, such as "bfloat16"; None: as in `like`, but never more exact than they
-        are stored. A router's bias stays as it is stored.
+    dtype: of floating-point weights, such as "bfloat16" or torch.bfloat16; None: as in `like`, but never more
+        exact than they are stored. A router's bias stays as it is stored.
     quantize: "fp8" writes linear layers in float8_e4m3fn, with a scale in float32 for each block of 128 rows
         and columns; None: `dtype`. If `like` has tensors in 8 bits, these are the ones, in blocks as there.
     file_bytes: the most bytes of weights in a file.
@@ -118,8 +119,8 @@ def export_huggingface(
     missing tensors or parts of them, NotCommitted and CorruptCheckpoint for the checkpoint, StorageError, and
     RankFailed and DeadlineExceeded for other ranks.
     """
-    if file_bytes < 1:
-        raise BadInput(f"file_bytes must be at least 1, not {file_bytes}.")
+    if not isinstance(file_bytes, int) or file_bytes < 1:
+        raise BadInput(f"file_bytes must be a whole number from 1 on, not {file_bytes!r}.")
     if quantize not in (None, *METHODS):
         raise BadInput(f"quantize={quantize!r} is none of {', '.join(METHODS)}.")
     call = begin_call(job_of(job).within(7200.0))
@@ -128,7 +129,7 @@ def export_huggingface(
         open_local(like, "holdfast.export"),
         open_local(out, "holdfast.export"),
         call,
-        dtype=dtype,
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         quantize=quantize,
         file_bytes=file_bytes,
         strict=strict,

@@ -39,7 +39,7 @@ from holdfast._models.views.needs import (
     together,
 )
 from holdfast._models.views.published_model import PublishedModel
-from holdfast._models.views.rank_share import share_of, stages_of
+from holdfast._models.views.rank_share import share_of, split_of, stages_of
 from holdfast.errors import BadInput, DeadlineExceeded
 
 
@@ -87,11 +87,11 @@ class FetchReport(msgspec.Struct, frozen=True):
 
 def fetch(
     source: Folder,
-    ranks: str | Iterable[int],
+    ranks: str | int | Iterable[int],
     grid: str | Grid,
     to: str | os.PathLike[str] | None = None,
     *,
-    split: Sequence[int] | None = None,
+    split: str | Sequence[int] | None = None,
     vocabulary: int | None = None,
     weights_only: bool = False,
     progress: ReportProgress | None = None,
@@ -105,11 +105,11 @@ def fetch(
     process, without torch, in a few hundred MB of memory. After an interruption the same call continues.
 
     source: the folder of a published model, or a committed Holdfast checkpoint of megatron-core's model.
-    ranks: ranks of the job, such as those of one host: "8-15", or numbers.
+    ranks: ranks of the job, such as those of one host: "8-15", a number, or numbers.
     grid: how the ranks of the job share the model: a `Grid`, or a text such as "world=64,tp=2,pp=4,ep=8".
     to: a new folder, or the folder of an interrupted fetch; None: nothing is copied.
-    split: number of layers of each model chunk, in the order of the model: pp x vpp numbers. None: all have
-        the same.
+    split: number of layers of each model chunk, in the order of the model: pp x vpp numbers, or "4,4,3".
+        None: all have the same.
     vocabulary: rows of the model's embedding, with its padding. None: as many as a checkpoint has, or, for a
         published model, enough for any padding up to a multiple of 128 x tp.
     weights_only: leave out the optimizer's state and the states of random generators of a checkpoint.
@@ -144,20 +144,24 @@ def fetch(
 
 def _fetch(
     source: Folder,
-    ranks: str | Iterable[int],
+    ranks: str | int | Iterable[int],
     grid: str | Grid,
     to: str | os.PathLike[str] | None,
-    split: Sequence[int] | None,
+    split: str | Sequence[int] | None,
     vocabulary: int | None,
     weights_only: bool,
     report: ReportProgress,
 ) -> FetchReport:
     grid = grid_of(grid) if isinstance(grid, str) else grid
+    if not isinstance(grid, Grid):
+        raise BadInput(f"grid must be a holdfast.Grid, or a text such as 'world=64,pp=4', not {grid!r}.")
+    ranks = [ranks] if isinstance(ranks, int) else ranks
     numbers = ranks_of(ranks) if isinstance(ranks, str) else ranks_of(ranks_text(ranks))
+    split = split_of(split)
     for rank in (numbers[0], numbers[-1]):
         grid.coordinates(rank)  # raises if the grid has no such rank
-    if vocabulary is not None and vocabulary < 1:
-        raise BadInput(f"vocabulary must be at least 1, not {vocabulary}.")
+    if vocabulary is not None and (not isinstance(vocabulary, int) or vocabulary < 1):
+        raise BadInput(f"vocabulary must be at least 1, not {vocabulary!r}.")
     store = open_store(source)
     with closing(Pin(store)), open_source(store) as opened:
         _check_source(store, opened)

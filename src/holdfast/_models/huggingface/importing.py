@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from holdfast._core.base.reporting import Meter, quiet
 from holdfast._core.base.values import Buffer, ReportProgress
 from holdfast._core.format.names import IMPORTED_MODEL
+from holdfast._core.io.index_file import open_index
 from holdfast._core.io.open_files import OnDemand, OpenFiles
 from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import DTYPES, FLOATS, Dims, TensorSpec, counted
@@ -34,7 +35,7 @@ from holdfast._core.store.local import open_store
 from holdfast._models.conversion.importing import FileMemory, leaf, run_import
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.hugging_face import HuggingFaceFolder
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, NotCommitted
 
 log = logging.getLogger("holdfast")
 
@@ -96,6 +97,8 @@ def import_huggingface(
 def published_folder(base: Store) -> HuggingFaceFolder:
     folder = HuggingFaceFolder.at(base)
     if folder is None:
+        with suppress(NotCommitted), open_index(base):
+            raise BadInput(f"{base.url} is a Holdfast checkpoint already.")
         why, hint = explain_model(base) or (f"it has neither {hf.WEIGHTS} nor {hf.WEIGHTS_INDEX}", "")
         raise BadInput(f"{base.url} is no folder of a published model that can be read: {why}.", hint=hint)
     return folder

@@ -151,7 +151,8 @@ def plan_export(
         segments = (
             # It already has a published name (an import, or transformers' modules).
             same([name], spec.shape, {})
-            if name in published and not _is_in_another_layout(name, spec.shape, folder, view)
+            if (name in published or (folder is None and not view.knows(name)))
+            and not _is_in_another_layout(name, spec.shape, folder, view)
             else view.segments(name, spec.shape, whole(spec.shape))
         )
         for segment in segments:
@@ -197,7 +198,8 @@ def _model_part(
     weights = [spec.name for spec in specs]
 
     def fits(name: str) -> bool:
-        return name in published or view.knows(name)
+        # A folder without weights does not list the published names; the table does.
+        return name in published or view.knows(name) or (not published and view.names(name))
 
     if prefix is None:
         hint = 'Choose one with prefix= (--prefix), such as prefix="model".'

@@ -1,5 +1,5 @@
 """Finds the boxes of stored tensors that the ranks of a grid need: in a published model, by the table of its
-family, and in a checkpoint of a megatron-core model, by tensor names.
+family, and in a checkpoint of a megatron-core model, by tensor names; else by the numbers of layers.
 
 If it is not known how a tensor is split, the ranks of its stage take it whole; `Needs.unknown` lists these.
 """
@@ -63,8 +63,7 @@ def sizes_published(view: View | None, specs: Specs, words: int) -> ModelSizes:
     """Return the sizes of a published model. view: None if its family is not known. words: rows of the padded
     vocabulary; 0: not known."""
     if view is None:
-        layers = {int(match[1]) for name in specs if (match := _LAYER.search(name))}
-        return ModelSizes(max(layers, default=-1) + 1, 0, False, 0, words)
+        return ModelSizes(max(_depths(specs).values(), default=0), 0, False, 0, words)
     predicts = view.sizes.get("num_nextn_predict_layers", 0)
     experts = view.sizes.get("num_experts", 0)
     return ModelSizes(view.sizes["num_hidden_layers"], experts, view.is_tied, max(predicts, 0), words)
@@ -79,7 +78,8 @@ def of_published(view: View | None, specs: Specs, share: RankShare) -> Needs:
                 for name, numbers in _names_held(entry, share):
                     for published, box in _parts_held(view, entry, name, numbers, specs, share):
                         boxes[published].append(box)
-    unknown = {name for name in _unclaimed(view, specs) if _of_stage(name, share)}
+    depths = _depths(specs)
+    unknown = {name for name in _unclaimed(view, specs) if _of_stage(name, share, depths)}
     scales = {found for name in {*boxes, *unknown} if (found := scales_of(name, specs.__contains__))}
     boxes |= {name: [whole(specs[name].shape)] for name in unknown | scales}
     return Needs({name: union(some) for name, some in boxes.items()}, frozenset(unknown))
@@ -136,23 +136,39 @@ def _unclaimed(view: View | None, specs: Specs) -> list[str]:
     return [name for name in specs if _NUMBERS.sub("#", weight(name)) not in known]
 
 
-def _of_stage(name: str, share: RankShare) -> bool:
-    """Return whether a tensor without a family is on this stage, by the number of its layer."""
+def _depths(names: Iterable[str]) -> dict[str, int]:
+    """Return the number of layers after each beginning of names, such as `model.`."""
+    depths: dict[str, int] = {}
+    for name in names:
+        if (layer := _LAYER.search(name)) is not None:
+            head = name[: layer.start()]
+            depths[head] = max(depths.get(head, 0), int(layer[1]) + 1)
+    return depths
+
+
+def _of_stage(name: str, share: RankShare, depths: Mapping[str, int]) -> bool:
+    """Return whether a tensor without a family is on this stage, by the number of its layer. Parts of a model
+    with fewer layers than the model, such as a vision tower, are on all stages.
+
+    depths: from `_depths`.
+    """
     layer = _LAYER.search(name)
-    if layer is None:
+    if layer is None or depths[name[: layer.start()]] < share.sizes.layers:
         return True
     number = int(layer[1])
     beyond = share.last and number >= share.sizes.layers
     return beyond or any(number in some for some in share.layers)
 
 
-# -- a checkpoint of megatron-core's model ----------------------------------------------------------------
+# -- a checkpoint -----------------------------------------------------------------------------------------
 
 
 def sizes_stored(specs: Specs, words: int) -> ModelSizes:
     """Return the sizes of the model in a checkpoint."""
     embedding = specs.get("embedding.word_embeddings.weight")
     predicts = {int(match[1]) for name in specs if (match := re.match(r"mtp\.layers\.(\d+)\.", name))}
+    if not _is_megatrons(specs):
+        return ModelSizes(max(_depths(specs).values(), default=0), 0, False, 0, words)
     return ModelSizes(
         _count(specs, re.compile(r"decoder\.layers\.(?:(\d+)\.)?"), 0),
         _count(specs, re.compile(r".*\.experts\.experts\.(?:(\d+)\.)?"), 1),
@@ -160,6 +176,10 @@ def sizes_stored(specs: Specs, words: int) -> ModelSizes:
         max(predicts, default=-1) + 1,
         words or (embedding.shape[0] if embedding is not None and embedding.shape else 0),
     )
+
+
+def _is_megatrons(specs: Specs) -> bool:
+    return any(_STATE.sub("", name, count=1).startswith(_OURS) for name in specs)
 
 
 def _count(specs: Specs, pattern: re.Pattern[str], axis: int) -> int:
@@ -179,19 +199,21 @@ def _count(specs: Specs, pattern: re.Pattern[str], axis: int) -> int:
 
 
 def of_stored(specs: Specs, share: RankShare, rank: int, weights_only: bool) -> Needs:
-    """Return a rank's needs in a checkpoint of a megatron-core model.
+    """Return a rank's needs in a checkpoint. If it is not of megatron-core's model, these are whole tensors
+    of the layers of the rank's stages.
 
     weights_only: leave out the optimizer's state and the states of random generators.
     """
     boxes: dict[str, list[Box]] = {}
     unknown: set[str] = set()
+    depths = {} if _is_megatrons(specs) else _depths(specs)
     for name, spec in specs.items():
         if weights_only and _TRAINING.match(name):
             continue
         if spec.kind != TENSOR:  # small, and perhaps another rank's if the layout was different
             boxes[name] = [whole(spec.shape)]
             continue
-        if rank_in_name(name) not in (None, rank):
+        if rank_in_name(name) not in (None, rank) or (depths and not _of_stage(name, share, depths)):
             continue
         parameter = _STATE.sub("", name, count=1)
         is_known = parameter.startswith(_OURS)

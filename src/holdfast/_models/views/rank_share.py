@@ -191,6 +191,21 @@ def _share(name: str, size: int, count: int) -> int:
     return size // count
 
 
+def split_of(split: str | Sequence[int] | None) -> Sequence[int] | None:
+    """Return a split of layers, which may be given as a text such as `3,4,4,3`. Raises BadInput."""
+    refused = BadInput(f"The split {split!r} is not made of numbers of layers.", hint="Write 3,4,4,3.")
+    if isinstance(split, str):
+        parts = [part.strip() for part in split.split(",")]
+        if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
+            raise refused
+        return [int(part) for part in parts]
+    if split is None:
+        return None
+    if not isinstance(split, Sequence) or not all(isinstance(number, int) for number in split):
+        raise refused
+    return [int(number) for number in split]
+
+
 def stages_of(grid: Grid, layers: int, split: Sequence[int] | None) -> list[range]:
     """Return the layers of each model chunk, in the order of the model: the first chunks of all stages, then
     their second ones.

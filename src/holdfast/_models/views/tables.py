@@ -80,9 +80,8 @@ _registered: dict[str, _Place] = {}
 
 def register(path: str | Path) -> tuple[str, ...]:
     """Read a table, check it, and use it for its model types from now on; return these."""
-    place = Path(path)
-    if not place.is_file():
-        raise BadInput(f"{place} is no file.", hint="Give the TOML file of a table: docs/model.md.")
+    if not isinstance(path, str | Path) or not (place := Path(path)).is_file():
+        raise BadInput(f"{path} is no file.", hint="Give the TOML file of a table: docs/model.md.")
     place = place.resolve()
     registered = _Place(place, _tables_in(place.parent), "register")
     table = _read(registered)

@@ -42,22 +42,13 @@ def command(
             ranks,
             grid,
             to,
-            split=_numbers(split),
+            split=split,
             vocabulary=vocabulary,
             weights_only=weights_only,
             progress=advance,
             timeout=7 * 86400.0,
         )
     output.report(report, as_json, _show)
-
-
-def _numbers(split: str | None) -> list[int] | None:
-    if split is None:
-        return None
-    parts = [part.strip() for part in split.split(",")]
-    if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
-        raise click.UsageError("--split takes numbers of layers: 3,4,4,3.")
-    return [int(part) for part in parts]
 
 
 def _show(report: FetchReport) -> None:

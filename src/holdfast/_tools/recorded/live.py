@@ -64,7 +64,10 @@ class Looker:
 
     def __init__(self, run: str) -> None:
         if not os.path.isdir(run):
-            raise BadInput(f"{run} is no folder.", hint="Give the run folder of a job.")
+            raise BadInput(
+                f"{run} is no folder of this host.",
+                hint="Give the one that HOLDFAST_EVENTS names in the job.",
+            )
         self._run = run
         self._called: tuple[tuple[str, int], Called] | None = None
 

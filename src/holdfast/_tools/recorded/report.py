@@ -49,7 +49,10 @@ class RecordedRun:
     def __init__(self, folder: str) -> None:
         """Raises BadInput if the folder has no such data, or can't be read."""
         if not os.path.isdir(folder):
-            raise BadInput(f"{folder} is no folder.", hint="Give the run folder of a job.")
+            raise BadInput(
+                f"{folder} is no folder of this host.",
+                hint="Give the one that HOLDFAST_EVENTS names in the job.",
+            )
         self.folder = folder
         logs = read_events(folder)
         self.skipped = logs.skipped
