@@ -21,6 +21,7 @@ import holdfast.dcp as dcp
 from holdfast._core.store import object_client, object_publish
 from holdfast._core.store.local import open_store
 from holdfast._core.store.object_errors import explained
+from holdfast._core.store.schemes import environment
 from holdfast._tools.cli import cli
 from holdfast.errors import BadInput, HoldfastError, StorageError
 from tests.support.object_servers import BUCKET, Asked, Proxy, forward, lies, s3_environment
@@ -235,6 +236,53 @@ def test_an_error_is_a_sentence(
         assert secret not in str(caught.value)
     proxy.rule = lambda *_: "pass"
     assert holdfast.latest(place) is None
+
+
+@pytest.mark.parametrize("fate", ["denied", "pass"])
+@pytest.mark.parametrize(
+    ("place", "give"),
+    [
+        ("s3://bucket/run", "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ("az://bucket/run", "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"),
+    ],
+)
+def test_without_credentials_a_sentence_says_how_to_give_them(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, hasty: None, place: str, give: str, fate: str
+) -> None:
+    """The host's service of roles is asked then. That it knows none is no missing object: no fresh start."""
+    for name in environment():
+        if name != "AWS_ENDPOINT_URL":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{proxy.port}")
+    monkeypatch.setenv("AZURE_MSI_ENDPOINT", f"http://127.0.0.1:{proxy.port}/metadata/identity/oauth2/token")
+    proxy.rule = lambda *_: fate
+    proxy.change = lambda asked: (404, [], b"")
+    for call in (
+        lambda: holdfast.latest(place),
+        lambda: holdfast.load(state(), f"{place}/it", job=ALONE),
+        lambda: holdfast.save(state(), f"{place}/it", job=ALONE),
+        lambda: open_store(place).publish("index", b"1" * 64, None),
+    ):
+        with pytest.raises(StorageError, match="there are no credentials in the environment") as caught:
+            call()
+        assert give in str(caught.value)
+
+
+def test_no_storage_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in environment():
+        monkeypatch.delenv(name)
+    with pytest.raises(StorageError, match=r"no storage account is named\. Set AZURE_STORAGE_ACCOUNT_NAME"):
+        holdfast.latest("az://container/run")
+
+
+def test_what_may_not_be_done_without_credentials(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    proxy.rule = lambda *_: "denied"
+    with pytest.raises(StorageError, match=r"there are no credentials \(AWS_SKIP_SIGNATURE is set\)"):
+        holdfast.save(state(), place, job=ALONE)
 
 
 def test_a_missing_bucket_is_no_fresh_start(proxy: Proxy) -> None:
