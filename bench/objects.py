@@ -27,7 +27,7 @@ from bench.turns import Figures, Outcome, order, turn
 from tests.support.object_servers import BUCKET, Asked, Proxy, forward, moto, s3_environment
 
 PART, AT_ONCE = 16 * MIB, 4
-"""Bytes of a part, and parts at once: what Holdfast uses."""
+"""Bytes of a part, and parts at once: what Holdfast uses, but for the 1/64 that its header and index take."""
 PEERS = {"DCP over s3fs": "s3fs", "DCP over s3torchconnector": "s3torchconnector"}
 LEAST = 0.9
 DELAY = 0.02

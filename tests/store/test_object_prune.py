@@ -164,17 +164,17 @@ def test_the_next_job_of_the_same_host_knows_that_the_one_before_has_ended(proxy
 
 
 def test_what_a_failed_save_has_left_goes_while_its_job_goes_on(proxy: Proxy, run: str) -> None:
-    with holdfast.Checkpoints(run, asynchronous=False, job=ALONE) as checkpoints:
-        checkpoints.save(1, state(1))
-        # Neither the second look at the data nor its deletion is answered well.
+    with holdfast.Checkpoints(run, on_failure="warn", job=ALONE) as checkpoints:
+        checkpoints.save(1, state(1)).result()
+        # Neither the look at what the writer process has written nor its deletion is answered well.
         proxy.rule = lambda method, path, query, number: (
             "denied" if (method == "GET" and "/data/" in path) or method == "POST" else "pass"
         )
         with pytest.raises(HoldfastError):
-            checkpoints.save(2, state(2))
+            checkpoints.save(2, state(2)).result()
         proxy.rule = lambda *_: "pass"
         assert len(data_of(run, 2)) == 1
-        checkpoints.save(3, state(3))  # notes it
+        checkpoints.save(3, state(3)).result()  # notes it
         assert len(owner_of(run).void) == 1
         assert len(prune(run).removed) == 1
         assert whole(run) == [1, 3]
@@ -280,7 +280,7 @@ def test_a_prune_before_each_request_of_a_save_harms_nothing(
                 checkpoints.save(2, state(2))
             else:
                 holdfast.save(state(2), f"{run}/{folder(2)}", step=2, job=ALONE)
-    assert len(found) >= 5
+    assert len(found) >= (5 if in_a_run else 4)
     assert not any(one.removed for one in found)
     why = "may be under way" if in_a_run else "may have been made without Checkpoints"
     assert any(why in skipped(one) for one in found)

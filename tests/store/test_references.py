@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
@@ -14,13 +15,15 @@ from holdfast._core.existing.reindex import reindex
 from holdfast._core.format.columns import Columns
 from holdfast._core.format.index import Index
 from holdfast._core.format.index_layout import encode
-from holdfast._core.format.names import INDEX, split_reference
+from holdfast._core.format.names import INDEX, PINS, REMOVED, split_reference
 from holdfast._core.io import removal
 from holdfast._core.io.index_file import open_index
 from holdfast._core.run import leftovers
 from holdfast._core.store.base import Store
 from holdfast._core.store.local import open_store
+from holdfast._core.store.objects import ObjectStore
 from holdfast._tools.checkpoints.diff import compare
+from holdfast._tools.checkpoints.inspect import describe_run
 from holdfast._tools.checkpoints.prune import prune
 from holdfast._tools.checkpoints.verify import Verified, verify
 from holdfast._tools.cli import cli
@@ -202,14 +205,114 @@ def test_a_plain_save_refers_to_nothing(run: str) -> None:
 
 def test_prune_says_what_stays_for_later_steps(run: str) -> None:
     saved(run, 1, 2)
+    planned = prune(run, keep=1, dry_run=True)
+    assert [one.why for one in planned.skipped] == [
+        "its index would be removed; later steps refer to data of it"
+    ]
+    assert planned.bytes_freed < BASE.nbytes
     pruned = prune(run, keep=1)
     assert pruned.kept == (2,)
-    assert "later steps refer to it" in pruned.skipped[0].why
+    assert [one.why for one in pruned.skipped] == [
+        "its index is removed; data of it is being read, or later steps refer to it"
+    ]
     again = prune(run)
     assert [one.why for one in again.skipped] == [
         "later steps refer to its data, or a save that may be under way"
     ]
     holds(run, 2)
+    assert planned.bytes_freed == pruned.bytes_freed
+
+
+def test_what_stays_of_a_removed_step_is_said(run: str, tmp_path: Path) -> None:
+    saved(run, 1, 2, 3, keep=1)
+    first = f"{run}/{folder(1)}"
+    assert [(one.step, one.committed, one.is_removed) for one in describe_run(open_store(run)).steps] == [
+        (1, False, True),
+        (3, True, False),
+    ]
+
+    def told(*command: str) -> tuple[int, str]:
+        done = CliRunner().invoke(cli, command)
+        return done.exit_code, " ".join(done.output.split())
+
+    code, output = told("inspect", run)
+    assert code == 0, output
+    assert "2 steps, 1 of them removed but for data" in output
+    assert "not committed" not in output
+    # The data of the first step counts once.
+    stored = sum(entry.size for path in objects(open_store(run)) if (entry := open_store(run).stat(path)))
+    assert stored > sum(one.bytes for one in describe_run(open_store(run)).steps) > BASE.nbytes
+    assert told("inspect", run, "--html", str(tmp_path / "page.html"))[0] == 0
+    assert '"removed"' in (tmp_path / "page.html").read_text()
+    for command in (
+        ["verify", first],
+        ["inspect", first],
+        ["diff", first, f"{run}/{folder(3)}"],
+        ["same", first, f"{run}/{folder(3)}"],
+        ["export", "torch_dist", first, str(tmp_path / "out")],
+    ):
+        code, output = told(*command)
+        assert code == 2, output
+        assert "it was removed from its run" in output
+        assert "a save failed" not in output
+    assert told("verify", run)[0] == 0
+
+
+def test_a_removed_step_whose_data_is_kept_can_be_brought_back_until_the_data_goes(run: str) -> None:
+    saved(run, 1, 2, keep=1)
+    first, store = f"{run}/{folder(1)}", open_store(run)
+    assert reindex(first).action == "written"
+    holds(run, 1, 2)
+    assert prune(run).skipped == ()
+    assert prune(run, keep=1).kept == (2,)
+    holds(run, 2)
+    # Now the data is to be deleted: a note says so.
+    [data] = store.list(f"{folder(1)}/data")
+    note = removal.Note(folder(1), [f"data/{data}"])
+    plant(store, {f"{REMOVED}/{folder(1)}.0123456789abcdef": msgspec.json.encode(note)})
+    with pytest.raises(BadInput, match="is being removed"):
+        reindex(first)
+    assert store.stat(f"{folder(1)}/{INDEX}") is None
+
+
+def test_reindex_gives_way_to_who_deletes_meanwhile(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note comes between the look at the notes and the index."""
+    saved(run, 1, 2, keep=1)
+    first, store = f"{run}/{folder(1)}", open_store(run)
+    [data] = store.list(f"{folder(1)}/data")
+    note = removal.Note(folder(1), [f"data/{data}"])
+    real = ObjectStore.publish
+
+    def later(self: ObjectStore, path: str, content: bytes, replacing: bytes | None) -> None:
+        plant(store, {f"{REMOVED}/{folder(1)}.0123456789abcdef": msgspec.json.encode(note)})
+        real(self, path, content, replacing)
+
+    monkeypatch.setattr(ObjectStore, "publish", later)
+    with pytest.raises(BadInput, match="is being removed"):
+        reindex(first)
+    assert store.stat(f"{folder(1)}/{INDEX}") is None
+
+
+def test_who_deletes_gives_way_to_reindex_that_was_before(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index comes between the look at the claims and the note."""
+    saved(run, 1, 2, keep=1)
+    first, store = f"{run}/{folder(1)}", open_store(run)
+    [(path, kept)] = removal.notes_of(store)[1]
+    open_store(f"{run}/{folder(2)}").delete(INDEX)
+    for claim in store.list(f"{folder(1)}/{PINS}"):  # nobody refers to it any more
+        store.delete(f"{folder(1)}/{PINS}/{claim}")
+    real, done = removal._write, list[str]()
+
+    def later(*arguments: Any) -> str:
+        monkeypatch.setattr(removal, "_write", real)
+        done.append(reindex(first).action)
+        return real(*arguments)
+
+    monkeypatch.setattr(removal, "_write", later)
+    assert not removal.finish_kept(store, path, kept, removal.nothing_known)
+    assert done == ["written"]
+    holds(run, 1)
+    assert removal.notes_of(store)[0] == []
 
 
 def test_a_save_that_fails_gives_its_claim_back(run: str, proxy: Proxy) -> None:

@@ -137,8 +137,8 @@ def test_nor_if_replies_are_lost_or_processes_killed(name: str, bound: dict[str,
 MUTANTS: dict[str, tuple[str, dict[str, int], list[Any]]] = {
     "a save looks at the notes before it claims": ("a save and a remover", {}, [
         references, "claim_files", "    out = step.create(",
-        "    early = _being_deleted(run, folder, sizes)\n    out = step.create(",
-        "sizes.keys() - _being_deleted(run, folder, sizes)", "sizes.keys() - early",
+        "    early = being_deleted(run, folder, sizes)\n    out = step.create(",
+        "sizes.keys() - being_deleted(run, folder, sizes)", "sizes.keys() - early",
     ]),
     "a remover lists the claims only before its note": ("a save and a remover", {}, [
         removal, "_delete_data", "kept = referred_to(step, note.files, pins, known)", "kept = []",

@@ -133,6 +133,8 @@ class Proxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            # A reply goes in two writes, the second of which would wait 40 ms for the acknowledgement of the first.
+            disable_nagle_algorithm = True
 
             def log_message(self, *_: object) -> None:
                 pass

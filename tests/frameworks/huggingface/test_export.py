@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 import holdfast
 import tests.frameworks.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
+from holdfast._core.io.index_file import open_index
 from holdfast._core.protocol.call import begin_call
 from holdfast._core.store.local import open_store
 from holdfast._models.huggingface.export import run_export
@@ -25,6 +26,7 @@ from holdfast.huggingface import export
 from tests.frameworks.huggingface import jobs
 from tests.frameworks.huggingface.models import TINY, edit_config, publish, rewrite, weights
 from tests.frameworks.huggingface.test_quantizing import check as check_quantized
+from tests.support.object_servers import BUCKET, moto, s3_environment
 from tests.support.processes import ProcessWorld, Result
 from tests.support.threads import on_ranks
 
@@ -104,6 +106,37 @@ def test_weights_that_are_not_all_there_are_not_exported(
     with pytest.raises(kind, match=words):
         export(other, tmp_path / "out", like=folder)
     assert not list(tmp_path.glob("out/*"))
+
+
+def test_of_a_step_on_objects_that_names_data_of_removed_ones(
+    model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    tensors = tensors_of(model[1])
+    norm = "decoder.final_layernorm.weight"
+    alone = holdfast.Job(no_dist=True, options=holdfast.Options(link_unchanged=True))
+    with moto() as port:
+        for name, value in s3_environment(port).items():
+            monkeypatch.setenv(name, value)
+        run = f"s3://{BUCKET}/run"
+        with holdfast.Checkpoints(run, keep=1, asynchronous=False, job=alone) as checkpoints:
+            for step in (2, 1, 0):  # the last one is the published model
+                checkpoints.save(3 - step, {**tensors, norm: tensors[norm] + step})
+            last = f"{run}/step-00000003"
+            assert open_store(run).stat("step-00000001/index.safetensors") is None
+            with open_index(open_store(last)) as index:
+                assert any(name.startswith("../step-00000001/") for name in index.file_names())
+            export(last, tmp_path / "out", like=model[0])
+            assert holdfast.same(tmp_path / "out", model[0])
+            assert holdfast.same(last, model[0])
+        grid = ("--ranks", "0-1", "--grid", "world=2,pp=2")
+        for written in (True, False):
+            done = CliRunner().invoke(cli, ["fetch", last, *grid, "--to", str(tmp_path / "part"), "--json"])
+            assert done.exit_code == 0, done.output
+            assert (json.loads(done.output)["bytes_written"] > 0) == written
+    back = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    holdfast.load(back, tmp_path / "part", job=holdfast.Job(no_dist=True))  # without the bucket
+    assert all(torch.equal(back[name], value) for name, value in tensors.items())
 
 
 def test_an_expert_under_a_number_of_its_own_is_missed(model: tuple[Path, Path], tmp_path: Path) -> None:

@@ -27,12 +27,13 @@ from holdfast._core.format.names import (
     is_fetched,
     is_link_to,
     reference,
+    split_reference,
 )
 from holdfast._core.io.index_file import embedded_index, open_index
-from holdfast._core.io.references import by_folder, claim_files
+from holdfast._core.io.references import being_deleted, by_folder, can_refer, claim_files, name_of_folder
 from holdfast._core.plan.merge import Merger
 from holdfast._core.saving.commit import versions
-from holdfast._core.store.base import Folder, Store, version_of
+from holdfast._core.store.base import Folder, Store, parent, version_of
 from holdfast._core.store.local import open_store
 from holdfast.errors import BadInput, CorruptCheckpoint, CoverageError, HoldfastError, StorageError
 
@@ -103,7 +104,18 @@ def reindex(path: Folder, dry_run: bool = False, force: bool = False, only: Sequ
     # If a save commits meanwhile, it wins, and this raises Conflict.
     if not dry_run:
         _claim(store, columns, str(about.get("attempt") or ""))
-        store.publish(INDEX, data, version_of(store, INDEX))
+        before = version_of(store, INDEX)
+        if before is None:
+            _check_not_going(store, columns)
+        store.publish(INDEX, data, before)
+        if before is None:
+            try:
+                _check_not_going(
+                    store, columns
+                )  # again: who deletes writes a note, and then looks at the index
+            except HoldfastError:
+                store.delete(INDEX)
+                raise
     others = [LeftOut(file.name, "it belongs to another attempt") for file in whole]
     left = [file for file in (*broken, *others) if file.name not in columns.file_names]
     return Reindexed(
@@ -127,6 +139,16 @@ def _claim(store: Store, columns: Columns, attempt: str) -> None:
                 f"{store.url} needs {min(lost)} of {folder}, which is not there as it was, or is being "
                 "deleted."
             )
+
+
+def _check_not_going(store: Store, columns: Columns) -> None:
+    """Raise if a note lists data of the step that is to be deleted."""
+    own = [name for name in columns.file_names if not split_reference(name)]
+    if can_refer(store) and (going := being_deleted(parent(store), name_of_folder(store), own) & {*own}):
+        raise BadInput(
+            f"{store.url} is being removed (keep=, delete, `holdfast prune`): {min(going)} is to be deleted.",
+            hint="`holdfast latest RUN` names the newest committed step of a run.",
+        )
 
 
 def _good_index(store: Store) -> Reindexed | None:

@@ -27,7 +27,7 @@ from holdfast._core.layout.coverage import first_problem
 from holdfast._core.plan.blocks import plan_copies, plan_runs, widen
 from holdfast._core.plan.read import Overlaps, overlaps
 from holdfast._core.plan.shard_table import ShardTable
-from holdfast._core.store.base import Reader, Store, capabilities
+from holdfast._core.store.base import OtherSize, Reader, Store, capabilities, open_known
 from holdfast.errors import CorruptCheckpoint, MissingTensors
 
 REQUESTS = 4
@@ -144,20 +144,37 @@ class _Job:
         for file in sorted(set(files.tolist())):
             low, high = np.searchsorted(files, [file, file + 1]).tolist()
             name = columns.file_names[file]
-            with closing(self.store.open(name)) as reader:
-                # Before any of its bytes are read into a target.
-                if reader.size != int(columns.file_size[file]):
-                    raise CorruptCheckpoint(
-                        f"{self.store.url}/{name} has {reader.size} bytes, but was written with "
-                        f"{int(columns.file_size[file])}: it is truncated or replaced.",
-                        details={"file": name},
-                    )
-                ranges = [(0, high - low)]
-                if threads > 1 and high - low > 1:
-                    ranges = list(even_ranges(runs.length[low:high], threads))
-                parts = [(low + begin, low + end) for begin, end in ranges]
-                done += sum(on_threads(threads, "holdfast-read", partial(self._some, reader, name), parts))
+            size, first, length = (
+                int(columns.file_size[file]),
+                self.position[low],
+                self._first_stretch(low, high),
+            )
+            ranges = [(0, high - low)]
+            if threads > 1 and high - low > 1:
+                ranges = list(even_ranges(runs.length[low:high], threads))
+            parts = [(low + begin, low + end) for begin, end in ranges]
+            try:
+                with closing(open_known(self.store, name, size, first, length)) as reader:
+                    # Before any of its bytes are read into a target.
+                    if reader.size != size:
+                        raise OtherSize(reader.size)
+                    work = partial(self._some, reader, name)
+                    done += sum(on_threads(threads, "holdfast-read", work, parts))
+            except OtherSize as error:
+                raise CorruptCheckpoint(
+                    f"{self.store.url}/{name} has {error.size} bytes, but was written with {size}: it is "
+                    "truncated or replaced.",
+                    details={"file": name},
+                ) from None
         return done
+
+    def _first_stretch(self, low: int, high: int) -> int:
+        """Return how many bytes the runs from `low` on have up to the first gap between them."""
+        position, length = self.position, self.length
+        run = low + 1
+        while run < high and position[run - 1] + length[run - 1] == position[run]:
+            run += 1
+        return position[run - 1] + length[run - 1] - position[low]
 
     def _some(self, reader: Reader, name: str, part: tuple[int, int]) -> int:
         """Read runs of one file in order, in batches of neighbours."""

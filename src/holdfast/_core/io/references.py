@@ -107,7 +107,7 @@ def claim_files(store: Store, folder: str, sizes: dict[str, int], attempt: str, 
     except BaseException:
         out.discard()
         raise
-    left = sizes.keys() - _being_deleted(run, folder, sizes)  # not before the claim is written
+    left = sizes.keys() - being_deleted(run, folder, sizes)  # not before the claim is written
     look = look_at_files(step, sorted(left))
     found = {name: look(name) for name in left}
     return {
@@ -143,7 +143,7 @@ def notes_at(run: Store, folder: str = "") -> tuple[list[str], list[str]]:
     return [name for name in names if name not in kept], kept
 
 
-def _being_deleted(run: Store, folder: str, files: Collection[str]) -> set[str]:
+def being_deleted(run: Store, folder: str, files: Collection[str]) -> set[str]:
     """Return those files of a step that a note lists to be deleted."""
     found = set[str]()
     for name in notes_at(run, folder)[0]:

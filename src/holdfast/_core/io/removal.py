@@ -157,6 +157,9 @@ def finish_kept(store: Store, path: str, note: KeptFiles, known: Known) -> bool:
         return False
     deleting = Note(note.folder, sorted(free))
     deleting_path = _write(store, note.folder, "", deleting)
+    if not named_by_index(step).files.isdisjoint(free):  # `reindex` writes an index, and then looks at notes
+        store.delete(deleting_path)
+        return False
     if kept:
         _write(store, note.folder, KEPT, KeptFiles(note.folder, sorted(kept)))
     store.delete(path)

@@ -33,6 +33,7 @@ from holdfast._core.store.base import (
     NotFound,
     Store,
     Unsettled,
+    capabilities,
     open_at,
     version_of,
 )
@@ -231,19 +232,7 @@ class Commit:
         ends, ticked = clock.now() + min(VISIBLE_WITHIN, self.deadline.left()), clock.now()
         while True:
             try:
-                with closing(open_at(self.store, file.name, file.index_start)) as reader:
-                    # The embedded index verifies itself. The data is not read again, so check its size.
-                    if not reader.size == file.size == file.index_start + file.index_size:
-                        raise CorruptCheckpoint(
-                            f"{where} has {reader.size} bytes, but its rank wrote {file.size}."
-                        )
-                    sealed, columns = self.own.pop(file.name, (b"", None))
-                    # Bytes that this process has made need no check but that they are in storage.
-                    if columns is None or reader.read(file.index_start, file.index_size) != sealed:
-                        stop = file.index_start + file.index_size
-                        index = embedded_index(reader, file.index_start, stop, where)
-                        self._check_origin(reported, index.about, where)
-                        columns = index.embedded()
+                columns = self._stored(reported, where)
                 self._check_links(columns)
             except NotFound:
                 if clock.now() >= ends:
@@ -266,6 +255,25 @@ class Commit:
             else:
                 self.tick()
                 return columns
+
+    def _stored(self, reported: _Reported, where: str) -> Columns:
+        file = reported.file
+        sealed, columns = self.own.pop(file.name, (b"", None))
+        is_own = columns is not None and int(columns.file_size[0]) == file.size
+        is_own = is_own and len(sealed) == file.index_size == file.size - file.index_start
+        if columns is not None and is_own and capabilities(self.store).confirms:
+            return columns
+        with closing(open_at(self.store, file.name, file.index_start)) as reader:
+            # The embedded index verifies itself. The data is not read again, so check its size.
+            if not reader.size == file.size == file.index_start + file.index_size:
+                raise CorruptCheckpoint(f"{where} has {reader.size} bytes, but its rank wrote {file.size}.")
+            # Bytes that this process has made need no check but that they are in storage.
+            if columns is None or reader.read(file.index_start, file.index_size) != sealed:
+                stop = file.index_start + file.index_size
+                index = embedded_index(reader, file.index_start, stop, where)
+                self._check_origin(reported, index.about, where)
+                columns = index.embedded()
+            return columns
 
     def _check_links(self, columns: Columns) -> None:
         """Raise if a linked earlier file is missing, or has another size than its rank reported."""

@@ -7,7 +7,7 @@ The protocol (`protocol.core.save_steps`) drives a `SaveJob`: it calls `enter`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -36,7 +36,7 @@ from holdfast._core.saving.one_at_a_time import publishing
 from holdfast._core.saving.request import PREVIOUS, SaveRequest
 from holdfast._core.state.flatten import build_shard_table, flatten, select
 from holdfast._core.state.memory import CallerStreams
-from holdfast._core.store.base import Entry, Folder, Kind, capabilities, look_at_files
+from holdfast._core.store.base import Entry, Folder, Kind, begin_stat, capabilities
 from holdfast._core.store.local import open_store
 from holdfast.errors import CommitUnconfirmed, HoldfastError, IdleRanks, SaveFailed, StorageError
 
@@ -126,6 +126,8 @@ class SaveJob:
             {"include": request.include, "exclude": request.exclude},
         )
         self.is_committer = self.operation.context.is_committer
+        self._own_entry: Callable[[], Entry | None] | None = None
+        """Returns what is there by the name of this rank's first file."""
         self.commit: Commit | None = None
         self._publishes = False
         """Whether this rank has begun to put the index in place."""
@@ -195,11 +197,16 @@ class SaveJob:
         elif entry.kind is not Kind.FOLDER:
             what = "a link; nothing is saved behind it" if entry.kind is Kind.LINK else "a file, not a folder"
             raise StorageError(f"{self.store.url} is {what}.", hint="Remove it, or save to another place.")
+        if self.is_committer and self.request.permit is not None:
+            # First of all: a job that doesn't own the run folder reads and writes nothing.
+            self.request.permit(self.operation.tick, self.attempt)
+        # While the committer reads the index.
+        self._own_entry = begin_stat(self.store, self._own_name())
         if self.is_committer:
-            if self.request.permit is not None:
-                # First of all: a job that doesn't own the run folder reads and writes nothing.
-                self.request.permit(self.operation.tick, self.attempt)
             self.commit = begin_commit(self.request, self.operation, self.grid)
+
+    def _own_name(self) -> str:
+        return data_file(self.attempt, self.rank, 0)
 
     def row_digest(self) -> str | None:
         return self._holders.row_digest()
@@ -220,10 +227,11 @@ class SaveJob:
         request = self.request
         # The message store names the attempt. With a name of an earlier one, what is deleted after a failure
         # would be the files of that one.
-        own = data_file(self.attempt, self.rank, 0)
-        if look_at_files(self.store, [own])(own) is not None:
+        assert self._own_entry is not None
+        if self._own_entry() is not None:
             raise SaveFailed(
-                f"{request.title}: rank {self.rank} is to write {own}, which another attempt has written.",
+                f"{request.title}: rank {self.rank} is to write {self._own_name()}, which another "
+                "attempt has written.",
                 rank=self.rank,
                 hint=NOT_OURS,
             )

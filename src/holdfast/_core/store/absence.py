@@ -21,7 +21,7 @@ from holdfast._core.format.names import (
     TRAINER_STATE,
     is_fetched,
 )
-from holdfast._core.store.base import FOLDERS, Store, capabilities
+from holdfast._core.store.base import FOLDERS, Store, capabilities, parent
 from holdfast._core.store.local import open_store
 from holdfast._core.store.run_folder import (
     LOOKED_AT,
@@ -29,6 +29,7 @@ from holdfast._core.store.run_folder import (
     is_only_marked,
     newest_steps,
     other_checkpoints,
+    removed_steps,
     step_of,
 )
 from holdfast.errors import HoldfastError, NotCommitted
@@ -52,10 +53,15 @@ def explain_fresh_start(store: Store) -> str:
     if store.stat() is None:
         return f"{fresh}: the folder does not exist{_near(store)}."
     names = [name for name in store.list() if name not in (OWNER, LEFT, f"{REMOVED}/")]
-    shown = ", ".join(
-        f"{name} (never committed)" if step_of(name.rstrip("/")) is not None else name
-        for name in names[:_SHOWN]
-    )
+    removed = removed_steps(store)
+
+    def described(name: str) -> str:
+        folder = name.rstrip("/")
+        if step_of(folder) is None:
+            return name
+        return f"{name} (removed)" if folder in removed else f"{name} (never committed)"
+
+    shown = ", ".join(map(described, names[:_SHOWN]))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{fresh}: the folder " + (f"holds {shown}{more}." if names else "is empty.")
 
@@ -149,6 +155,14 @@ def _unfinished(store: Store, names: list[str]) -> Reason | None:
             "a fetch was begun here, and has not ended",
             "Run the same `holdfast fetch` again: it goes on with what is there.",
         )
+    if capabilities(store).references:
+        run, folder = parent(store), store.url.rpartition("/")[2]
+        if folder in removed_steps(run):
+            return (
+                "it was removed from its run (keep=, delete, `holdfast prune`); its data is there as long as "
+                "later steps refer to it, or somebody reads it",
+                "`holdfast latest RUN` names the newest committed step of a run.",
+            )
     return (
         f"there are data files, but no {INDEX}, so a save failed, or is still under way",
         "`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover this "

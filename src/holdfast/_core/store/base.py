@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from enum import Enum
+from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 from holdfast._core.base.deadline import Deadline
@@ -47,6 +48,14 @@ class Unsettled(StorageError):
     def in_place(self) -> bool:
         """True: it is in place, but perhaps not durable. False: that can't be told."""
         return bool(self.details.get("in_place"))
+
+
+class OtherSize(StorageError):
+    """A file has another size than `open_known` was told."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"It has {size} bytes.")
+        self.size = size
 
 
 class Kind(Enum):
@@ -126,10 +135,19 @@ class Capabilities(NamedTuple):
     """Its `create(path, size)` takes about how many bytes the file will have."""
     opens_at: bool = False
     """Its `open(path, first)` takes from where on the file will be read, which saves a request."""
+    opens_known: bool = False
+    """Its `open_known(path, size, first, length)` returns a reader of a file of `size` bytes, of which
+    `length` bytes from `first` on are read first. If that is enough to be worth a request, none is made
+    before; then a read raises `OtherSize`, before it fills a buffer, if the file has another size."""
+    confirms: bool = False
+    """Once `finish` has returned, every reader finds the whole file: the store itself has said that it is
+    there. So who has written it need not read it."""
     folders: bool = True
     """A folder is there by itself, also empty, and has to be removed; and there may be links to folders."""
     at_once: bool = False
     """Its `stat_files(paths)` returns the entries of files, None for others, in the time of one look."""
+    looks_ahead: bool = False
+    """Its `begin_stat(path)` begins a look at a file, and returns a function that waits for its entry."""
     reads: int = 2 << 20
     """How many bytes one read takes at most: more where a request costs as much time as many bytes."""
     bounded: bool = False
@@ -226,6 +244,14 @@ class _OpeningStore(Store, Protocol):
     def open(self, path: str, first: int = 0) -> Reader: ...
 
 
+class _KnowingStore(Store, Protocol):
+    def open_known(self, path: str, size: int, first: int, length: int) -> Reader: ...
+
+
+class _AheadStore(Store, Protocol):
+    def begin_stat(self, path: str) -> Callable[[], Entry | None]: ...
+
+
 class _AtOnceStore(Store, Protocol):
     def stat_files(self, paths: Sequence[str]) -> list[Entry | None]: ...
 
@@ -257,6 +283,23 @@ def open_at(store: Store, path: str, first: int) -> Reader:
     return (
         cast("_OpeningStore", store).open(path, first) if capabilities(store).opens_at else store.open(path)
     )
+
+
+def open_known(store: Store, path: str, size: int, first: int, length: int) -> Reader:
+    """Open a file that should have `size` bytes, and of which `length` bytes from `first` on are read first.
+    The caller compares `size` with the reader's, which a store that can (`Capabilities.opens_known`) does
+    itself, by `OtherSize`."""
+    if capabilities(store).opens_known:
+        return cast("_KnowingStore", store).open_known(path, size, first, length)
+    return store.open(path)
+
+
+def begin_stat(store: Store, path: str) -> Callable[[], Entry | None]:
+    """Return a function that returns the entry of a file. A store that can (`Capabilities.looks_ahead`)
+    begins to look now; others look when the function is called."""
+    if not capabilities(store).looks_ahead:
+        return partial(store.stat, path)
+    return cast("_AheadStore", store).begin_stat(path)
 
 
 def parent(store: Store) -> Store:

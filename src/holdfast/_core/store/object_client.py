@@ -122,19 +122,29 @@ class Client:
             self.versions.pop(next(iter(self.versions)), None)
         self.versions[key] = tail, version
 
+    def begin_all(
+        self, doing: str, key: str, actions: Sequence[Callable[[], T]], deadline: Deadline | None = None
+    ) -> Callable[[], list[T]]:
+        """Begin several such requests at once; return a function that waits for their results."""
+        begun, limit = REAL_CLOCK.now(), PATIENCE + REQUEST
+        limit = limit if deadline is None else min(limit, deadline.left())
+        requests = [begin(action) for action in actions]
+
+        def results() -> list[T]:
+            try:
+                return [request.result(begun + limit - REAL_CLOCK.now()) for request in requests]
+            except StorageError:
+                raise
+            except Exception as error:
+                raise explained(doing, self.url(key), error, REAL_CLOCK.now() - begun) from None
+
+        return results
+
     def call_all(
         self, doing: str, key: str, actions: Sequence[Callable[[], T]], deadline: Deadline | None = None
     ) -> list[T]:
         """Make several such requests at once."""
-        begun, limit = REAL_CLOCK.now(), PATIENCE + REQUEST
-        limit = limit if deadline is None else min(limit, deadline.left())
-        try:
-            requests = [begin(action) for action in actions]
-            return [request.result(begun + limit - REAL_CLOCK.now()) for request in requests]
-        except StorageError:
-            raise
-        except Exception as error:
-            raise explained(doing, self.url(key), error, REAL_CLOCK.now() - begun) from None
+        return self.begin_all(doing, key, actions, deadline)()
 
     def call(self, doing: str, key: str, action: Callable[[], T], deadline: Deadline | None = None) -> T:
         """Make a request that may be repeated. Raises StorageError, NotFound among them."""

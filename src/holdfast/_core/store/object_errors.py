@@ -4,6 +4,7 @@ with them tokens."""
 from __future__ import annotations
 
 import errno
+import os
 import re
 
 from holdfast._core.store.base import NotFound
@@ -36,8 +37,20 @@ _NOT_ALLOWED = {
     "InsufficientAccountPermissions",
 }  # fmt: skip
 """Codes of a 403 that tell of rights; a reply to HEAD has none. Others tell of a clock, or of a key."""
+_ROLE = re.compile(
+    r"[a-z]+://[^/\s]+/(?:latest/(?:api/token|meta-data)|computeMetadata/|metadata/identity)", re.IGNORECASE
+)
+"""A request to the host's service of roles, which is asked only if no credentials are given."""
+_GIVE = {
+    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (if temporary, AWS_SESSION_TOKEN, too), or "
+    "give this host or pod a role. Profiles of ~/.aws are not read.",
+    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS to the path of a key file, or give this host or pod a service "
+    "account.",
+    "az": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or give this host or pod a managed "
+    "identity.",
+}
+"""How credentials are given, by scheme."""
 _CAUSES = (
-    ("169.254.169.254", "there are no credentials in the environment, and this host has no role"),
     ("Connection refused", "nothing listens at its address"),
     ("dns error", "its name is unknown to the DNS"),
     ("certificate", "its certificate is not trusted here"),
@@ -64,8 +77,15 @@ def status_of(error: BaseException) -> int:
 def is_final(error: BaseException) -> bool:
     """Return whether the server has refused a request, so that it was not executed, and will not be."""
     status = status_of(error)
-    refused = 300 <= status < 500 and status not in (404, 408, 409, 412, 425, 429)
+    refused = 300 <= status < 500 and status not in (408, 409, 412, 425, 429)
+    if status == 404:
+        refused = _asks_for_role(error)
     return refused or code_of(error) in _NO_BUCKET
+
+
+def _asks_for_role(error: BaseException) -> bool:
+    """Return whether the request that failed was to the host's service of roles."""
+    return _ROLE.search(str(error)) is not None
 
 
 def explained(doing: str, url: str, error: BaseException, seconds: float) -> StorageError:
@@ -73,7 +93,17 @@ def explained(doing: str, url: str, error: BaseException, seconds: float) -> Sto
     code, status, text = code_of(error), status_of(error), str(error)
     kind, what = StorageError, f"{doing} {url} failed: "
     bucket, number = "/".join(url.split("/")[:3]), errno.EIO
-    if code in _NO_BUCKET:
+    give = _GIVE.get(bucket.partition(":")[0], "")
+    if _asks_for_role(error):
+        number = errno.EACCES
+        why, hint = (
+            "there are no credentials in the environment, and this host has given none of a role",
+            give,
+        )
+    elif "Account must be specified" in text:
+        number = errno.EINVAL
+        why, hint = "no storage account is named", give
+    elif code in _NO_BUCKET:
         why, hint = f"there is no {bucket}", "Create the bucket; Holdfast makes none."
     elif code == "NoSuchUpload":
         why, hint = "its upload was given up, as another part was refused or took too long", ""
@@ -90,8 +120,13 @@ def explained(doing: str, url: str, error: BaseException, seconds: float) -> Sto
         why, hint = "these credentials are refused", "Look at the credentials in the environment."
     elif status == 403 and code in _NOT_ALLOWED:
         number = errno.EACCES
-        why = f"these credentials may not {_MAY.get(doing, _WRITE)}"
-        hint = "Give that right. S3 also says this of a missing object to who may not list the bucket."
+        may = _MAY.get(doing, _WRITE)
+        if bucket.startswith("s3:") and is_anonymous():
+            why = f"there are no credentials (AWS_SKIP_SIGNATURE is set), and without any one may not {may}"
+            hint = f"Unset AWS_SKIP_SIGNATURE. {give}"
+        else:
+            why = f"these credentials may not {may}"
+            hint = "Give that right. S3 also says this of a missing object to who may not list the bucket."
     elif code in _BUSY or status == 429:
         why = f"it asks to be asked less often ({code or status}), and went on for {seconds:.0f} s"
         hint = "Save less often, from fewer ranks at once, or ask your provider for more requests."
@@ -108,6 +143,11 @@ def explained(doing: str, url: str, error: BaseException, seconds: float) -> Sto
         why = next((said for sign, said in _CAUSES if sign in text), type(error).__name__)
         hint = "Is the address right, and reachable, and are there credentials?"
     return kind(f"{what}{why}.", hint=hint, details={"errno": number, "status": status})
+
+
+def is_anonymous() -> bool:
+    """Return whether requests to S3 are not signed."""
+    return os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def missing_package(error: ImportError) -> StorageError:

@@ -36,7 +36,10 @@ class _GivenUp(Exception):
 
 def part_bytes(size: int) -> int:
     """Return the size of the parts of an object of about `size` bytes."""
-    return max(PART, -(-size // MOST_PARTS >> 20) + 1 << 20) if size > PART * MOST_PARTS else PART
+    part = max(PART, -(-size // MOST_PARTS))
+    # The header and the index of a data file come on top of its size. With this in each part, they make no
+    # part more, which would cost a request, and often a round trip.
+    return part + part // 64
 
 
 class ObjectWriter:

@@ -8,7 +8,8 @@ the times of objects only those of pins decide anything. `object_publish` says h
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from holdfast._core.base.deadline import Deadline
@@ -20,6 +21,7 @@ from holdfast._core.store.base import (
     Entry,
     Kind,
     NotFound,
+    OtherSize,
     checked,
     version_of,
 )
@@ -36,14 +38,22 @@ _URL = re.compile(r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]{0,254})(?:/(.*))?\Z"
 
 
 class ObjectReader:
-    """An object, as the version that it had when it was opened."""
+    """An object, as the version that it had when it was first read."""
 
-    def __init__(self, client: Client, key: str, deadline: Deadline | None, first: int) -> None:
+    def __init__(
+        self, client: Client, key: str, deadline: Deadline | None, first: int, size: int | None = None
+    ) -> None:
+        """size: of the object, if it is known; then no request is made yet."""
         self._client, self._key, self._deadline = client, key, deadline
-        self._first = first
-        """The position of the bytes that were read when it was opened."""
+        self._first, self._head = first, b""
+        """The bytes that were read when it was opened, and their position."""
+        self._version: dict[str, str] | None = None
+        self._lock = threading.Lock()
+        if size is not None:
+            self.size = size
+            return
         self._head, meta = client.call("Opening", key, self._open, deadline)
-        self.size: int = meta["size"]
+        self.size = meta["size"]
         self._version = version_in(meta)
         if self.size == self._first + len(self._head) and (
             not self._first or len(self._head) >= VERSION_BYTES
@@ -67,7 +77,7 @@ class ObjectReader:
         if self._first <= start and stop <= self._first + len(self._head):
             return self._head[start - self._first : stop - self._first]
         data = bytes(self._range(start, stop))
-        if stop == self.size:
+        if stop == self.size and self._version is not None:
             self._client.note_version(self._key, data[-VERSION_BYTES:], self._version)
         return data
 
@@ -88,24 +98,41 @@ class ObjectReader:
         return done
 
     def _range(self, start: int, stop: int) -> memoryview:
-        options = {"range": (start, stop), "if_match": self._version.get("e_tag")}
+        options: dict[str, object] = {"range": (start, stop)}
+        if self._version is not None:
+            options["if_match"] = self._version.get("e_tag")
 
-        def get() -> Buffer:
-            return library().get(self._client.patient, self._key, options=options).bytes()
+        def get() -> tuple[Buffer, Meta]:
+            found = library().get(self._client.patient, self._key, options=options)
+            return found.bytes(), found.meta
 
         try:
-            data = memoryview(self._client.call("Reading", self._key, get, self._deadline))
+            found, meta = self._client.call("Reading", self._key, get, self._deadline)
         except StorageError as error:
-            if error.details.get("status") == 412:
-                url = self._client.url(self._key)
-                raise NotFound(f"Reading {url} failed: it was replaced since it was opened.") from None
+            status = error.details.get("status")
+            if status == 412:
+                raise self._replaced() from None
+            if status == 416:  # it ends before these bytes
+                raise OtherSize(ObjectReader(self._client, self._key, self._deadline, 0).size) from None
             raise
+        version = version_in(meta)
+        with self._lock:  # requests that began before the first answer had no condition
+            if self._version is None:
+                self._version = version
+        if version.get("e_tag") != self._version.get("e_tag"):
+            raise self._replaced()
+        if meta["size"] != self.size:
+            raise OtherSize(meta["size"])
+        data = memoryview(found)
         if len(data) != stop - start:
             raise StorageError(
                 f"Reading {self._client.url(self._key)} failed: of bytes {start} to {stop} only {len(data)} "
                 "came."
             )
         return data
+
+    def _replaced(self) -> NotFound:
+        return NotFound(f"Reading {self._client.url(self._key)} failed: it was replaced since it was opened.")
 
     def close(self) -> None:
         """Do nothing: a reader holds no connection."""
@@ -120,9 +147,12 @@ class ObjectStore:
         exclusive_create=False,
         sized=True,
         opens_at=True,
+        opens_known=True,
+        confirms=True,
         folders=False,
         reopens=True,
         at_once=True,
+        looks_ahead=True,
         reads=16 << 20,
         bounded=True,
         pins=True,
@@ -154,6 +184,11 @@ class ObjectStore:
 
     def bounded(self, deadline: Deadline) -> ObjectStore:
         return ObjectStore(self._client, self._prefix, deadline)
+
+    def open_known(self, path: str, size: int, first: int, length: int) -> ObjectReader:
+        if length < HEAD:  # what is read when it is opened may be all
+            return self.open(path, first)
+        return ObjectReader(self._client, self._key_to_read(path), self._deadline, 0, size)
 
     def open(self, path: str, first: int = 0) -> ObjectReader:
         try:
@@ -201,6 +236,13 @@ class ObjectStore:
         return Entry(Kind.FOLDER, 0, 0.0) if self._first(key) else None
 
     def stat_files(self, paths: Sequence[str]) -> list[Entry | None]:
+        return self._begin_looks(paths)() if paths else []
+
+    def begin_stat(self, path: str) -> Callable[[], Entry | None]:
+        found = self._begin_looks([path])
+        return lambda: found()[0]
+
+    def _begin_looks(self, paths: Sequence[str]) -> Callable[[], list[Entry | None]]:
         keys = [self._key_to_read(path) for path in paths]
 
         def look(key: str) -> Entry | None:
@@ -211,7 +253,7 @@ class ObjectStore:
             return Entry(Kind.FILE, meta["size"], meta["last_modified"].timestamp())
 
         looks = [partial(look, key) for key in keys]
-        return self._client.call_all("Looking at", keys[0], looks, self._deadline) if keys else []
+        return self._client.begin_all("Looking at", keys[0], looks, self._deadline)
 
     def list(self, folder: str = "") -> list[str]:
         prefix = self._key(folder) if folder else self._prefix

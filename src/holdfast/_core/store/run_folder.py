@@ -23,6 +23,7 @@ from holdfast._core.format.names import (
     LEFT,
     MARKER_HEAD,
     METADATA,
+    REMOVED,
     TRACKER,
     TRAINER_STATE,
     is_marker,
@@ -312,6 +313,12 @@ def other_checkpoints(store: Store, names: list[str]) -> Iterator[Marked]:
 
 
 # -- steps that may be removed (`holdfast._core.io.old_steps`) --------------------------------------
+
+
+def removed_steps(store: Store) -> set[str]:
+    """Return the folders of a run's steps that a note of a removal is about (`io.removal`): of the step, or
+    of data that a save has replaced."""
+    return {name.partition(".")[0] for name in store.list(REMOVED)} if capabilities(store).pins else set()
 
 
 def is_linked(store: Store, folder: str) -> bool:

@@ -15,7 +15,7 @@ from holdfast._core.base.values import Json, natural
 from holdfast._core.existing.target import checkpoint_or_run, moment, number
 from holdfast._core.format.columns import Array, Columns
 from holdfast._core.format.index import Index
-from holdfast._core.format.names import DATA, INDEX, METADATA
+from holdfast._core.format.names import DATA, INDEX, METADATA, split_reference
 from holdfast._core.io.index_file import open_index
 from holdfast._core.layout.patterns import matches
 from holdfast._core.layout.tensor import DTYPES, KINDS, OBJECT
@@ -24,7 +24,13 @@ from holdfast._core.store.branches import is_left, left_behind
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import is_pinned
 from holdfast._core.store.retention import facts_of, retention_of
-from holdfast._core.store.run_folder import is_linked, is_only_marked, is_spelled_as_ours, step_folders
+from holdfast._core.store.run_folder import (
+    is_linked,
+    is_only_marked,
+    is_spelled_as_ours,
+    removed_steps,
+    step_folders,
+)
 from holdfast.errors import HoldfastError, NotCommitted
 
 OURS = "Holdfast"
@@ -107,6 +113,8 @@ class RunStep(msgspec.Struct, frozen=True):
     """Whether a process is reading it, so that it can't be removed."""
     is_left: bool = False
     """Whether the run abandoned it by resuming from an older step."""
+    is_removed: bool = False
+    """Whether it was removed but for data that later steps refer to, or that somebody reads."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -147,13 +155,21 @@ def describe_run(store: Store) -> Run:
         why = dict.fromkeys(folders, "never removed: a link, or made or named by others")
         why |= dict.fromkeys(counted, "")
         why |= rules.kept([facts_of(step, abouts[step])._replace(left=step in gone) for step in counted])
+    removed = removed_steps(store)
     described = tuple(
         replace(step, kept=why.get(step.step) or None, is_left=step.step in gone)
         if step.committed and not step.problem
-        else step
+        else replace(step, is_removed=not step.committed and folders[step.step] in removed)
         for step in steps
     )
     return Run(store.url, None if rules is None else str(rules), described)
+
+
+def state(step: RunStep) -> str:
+    """Format whether a step is committed."""
+    if step.problem:
+        return f"damaged: {step.problem}"
+    return "committed" if step.committed else "removed" if step.is_removed else "not committed"
 
 
 def fate(run: Run, step: RunStep) -> str:
@@ -164,6 +180,7 @@ def fate(run: Run, step: RunStep) -> str:
         step.kept,
         "goes at the next save" if goes else "",
         "is being read" if step.is_read else "",
+        "later steps refer to its data, or it is being read" if step.is_removed else "",
     ]
     return ", ".join(filter(None, reasons))
 
@@ -273,7 +290,9 @@ def _step(step: int, store: Store, abouts: dict[int, Json]) -> RunStep:
     if INDEX in names:
         try:
             with open_index(store) as index:
-                size = index.size + int(index.column("file_size").sum())
+                sizes = zip(index.file_names(), index.column("file_size").tolist(), strict=True)
+                # Data of another step counts there.
+                size = index.size + sum(size for name, size in sizes if not split_reference(name))
                 abouts[step] = about = index.about
                 created, metrics = moment(about.get("created")), about.get("metrics")
                 return RunStep(step, store.url, True, size, created, None, metrics, is_read=is_pinned(store))

@@ -29,6 +29,7 @@ from holdfast._tools.checkpoints.inspect import (
     about_checkpoint,
     describe_run,
     fate,
+    state,
 )
 from holdfast._tools.html import filled
 from holdfast.errors import HoldfastError
@@ -71,11 +72,7 @@ def _run(run: Run, now: float) -> Message:
     rows = [
         (
             step.step,
-            f"damaged: {step.problem}"
-            if step.problem
-            else "committed"
-            if step.committed
-            else "not committed",
+            state(step),
             step.bytes,
             time_text(step.created),
             age_text(step.created, now),

@@ -20,7 +20,16 @@ from collections.abc import Collection
 
 import msgspec
 
-from holdfast._core.format.names import CONFIG, DATA, INDEX, METADATA, attempt_of
+from holdfast._core.format.names import (
+    CONFIG,
+    DATA,
+    INDEX,
+    METADATA,
+    PINS,
+    attempt_of,
+    reference,
+    split_reference,
+)
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.old_steps import entries, old_files, own_names, remove_step
 from holdfast._core.io.references import Known, nothing_known
@@ -80,6 +89,8 @@ class _Sweep:
         self.skipped: list[Skipped] = []
         self.good: dict[str, int] = {}
         """Folders of the committed steps whose index can be read, with their step."""
+        self.referred: dict[str, set[str]] = {}
+        """By folder, what the index of a committed step names of other steps."""
         self.busy: set[str] = set()
         """Folders that a running save may be writing to."""
         self.known: Known = nothing_known
@@ -115,6 +126,7 @@ class _Sweep:
             with open_index(step_store) as index:
                 named = {*index.file_names(), INDEX, METADATA, CONFIG}
                 index.select()  # a step counts as committed only if all of its index can be read
+            self.referred[folder] = set(filter(split_reference, named))
             self.good[folder] = step
             why = "no index names it"
         # Also raised for a checkpoint of torch DCP, of which only files with our names are considered.
@@ -158,7 +170,8 @@ class _Sweep:
     def _others(self, folder: str, ours: Collection[str]) -> set[str]:
         """List other entries of a step folder than `ours`, which still exist in a dry run."""
         inside = {f"{DATA}/{name}" for name in self.store.list(f"{folder}/{DATA}")}
-        return {*self.store.list(folder), *inside} - {f"{DATA}/", *ours}
+        # What marks that others read the step, or refer to it, goes by itself.
+        return {*self.store.list(folder), *inside} - {f"{DATA}/", f"{PINS}/", *ours}
 
     def old(self, keep: int) -> None:
         """Remove committed steps beyond the newest `keep` that can be read."""
@@ -168,12 +181,19 @@ class _Sweep:
         left = {one for one in self.good if is_left(self.store, listed, one, INDEX)}
         ours = sorted(filter(is_spelled_as_ours, self.good), key=lambda one: one not in left)
         gone = {item.path for item in self.removed}  # left-overs: in a dry run they are still there
-        for folder in ours[: max(len(ours) - keep, 0)]:
+        going = ours[: max(len(ours) - keep, 0)]
+        stays = set[str]().union(*(names for one, names in self.referred.items() if one not in going))
+        for folder in going:
             if folder in self.busy:
                 continue  # reported already
             files = old_files(self.store.child(folder))
-            size = sum(_freed(entry) for name, entry in files.items() if f"{folder}/{name}" not in gone)
             others = self._others(folder, files)
+            referred = {name for name in files if reference(folder, name) in stays}
+            size = sum(
+                _freed(entry)
+                for name, entry in files.items()
+                if name not in referred and f"{folder}/{name}" not in gone
+            )
             if not self.dry_run:
                 data_gone = remove_step(self.store, folder, self.known) or self.has_folders
                 if self.store.stat(f"{folder}/{INDEX}") is not None:
@@ -182,7 +202,11 @@ class _Sweep:
                 if not data_gone:
                     why = "its index is removed; data of it is being read, or later steps refer to it"
                     self.skipped.append(Skipped(folder, why))
-                    size = 0
+                    still = old_files(self.store.child(folder))
+                    size = sum(_freed(entry) for name, entry in files.items() if name not in still)
+            elif referred:
+                why = "its index would be removed; later steps refer to data of it"
+                self.skipped.append(Skipped(folder, why))
             # Also in a dry run: `kept` lists the steps that would remain.
             del self.good[folder]
             why = (
@@ -218,6 +242,8 @@ class _ObjectSweep(_Sweep):
                 self.skipped.append(Skipped(note.folder, _REFERRED))
         for path, files in kept:
             self._noted.update(f"{files.folder}/{name}" for name in files.kept)
+            if not named_by_index(self.store.child(files.folder)).files.isdisjoint(files.kept):
+                continue  # `reindex` has brought it back: `keep=` decides
             if self.dry_run or not finish_kept(self.store, path, files, self.known):
                 self.skipped.append(Skipped(files.folder, _REFERRED))
             else:
@@ -295,4 +321,5 @@ def prune(run: Folder, keep: int | None = None, older_than: float = HOUR, dry_ru
     note = "" if steps else str(nothing_there(store))
     freed = sum(item.bytes for item in sweep.removed)
     kept = tuple(dict.fromkeys(sweep.good.values()))
-    return Pruned(store.url, dry_run, tuple(sweep.removed), tuple(sweep.skipped), freed, kept, note)
+    skipped = tuple(dict.fromkeys(sweep.skipped))
+    return Pruned(store.url, dry_run, tuple(sweep.removed), skipped, freed, kept, note)

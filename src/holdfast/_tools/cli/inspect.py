@@ -10,7 +10,17 @@ import click
 
 from holdfast._core.base.values import age_text, size_text, time_text
 from holdfast._core.format.names import split_reference
-from holdfast._tools.checkpoints.inspect import OURS, Checkpoint, File, Run, Tensor, Total, describe, fate
+from holdfast._tools.checkpoints.inspect import (
+    OURS,
+    Checkpoint,
+    File,
+    Run,
+    Tensor,
+    Total,
+    describe,
+    fate,
+    state,
+)
 from holdfast._tools.cli import output
 from holdfast.errors import BadInput
 
@@ -67,13 +77,15 @@ def _show(description: Checkpoint | Run) -> None:
 
 
 def _run(run: Run) -> None:
-    unfinished = sum(not step.committed for step in run.steps)
+    removed = sum(step.is_removed for step in run.steps)
+    unfinished = sum(not step.committed for step in run.steps) - removed
     more = f", {unfinished} of them not committed" if unfinished else ""
+    more += f", {removed} of them removed but for data" if removed else ""
     output.say(f"{run.path}: {output.count(len(run.steps), 'step')}{more}")
     rows = [
         (
             step.step,
-            _state(step.committed, step.problem),
+            state(step),
             size_text(step.bytes),
             time_text(step.created),
             age_text(step.created, time.time()),
@@ -85,12 +97,6 @@ def _run(run: Run) -> None:
     output.print_table(head, rows, right=("step", "size", "age"))
     total = sum(step.bytes for step in run.steps)
     output.say(f"{size_text(total)} in all.")
-
-
-def _state(committed: bool, problem: str | None) -> str:
-    if problem:
-        return f"damaged: {problem}"
-    return "committed" if committed else "not committed"
 
 
 def _checkpoint(checkpoint: Checkpoint) -> None:
