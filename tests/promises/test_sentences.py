@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast import huggingface
 from holdfast.errors import BadInput, RankInfo, Vanished
 
 STATE = {"w": torch.ones(3)}
@@ -57,6 +58,17 @@ WRONG: dict[str, Any] = {
     "roster='x'": lambda at: holdfast.save(STATE, at / "s", job=holdfast.Job(roster="x")),  # type: ignore[arg-type]
     "model must be": lambda at: holdfast.get_state_dict(STATE),  # type: ignore[arg-type]
     "optimizers must be": lambda at: holdfast.get_state_dict(nn.Linear(2, 2), "adam"),  # type: ignore[arg-type]
+    "optimizers must be .* not 3": lambda at: holdfast.get_state_dict(nn.Linear(2, 2), 3),  # type: ignore[arg-type]
+    "model must be .* not int": lambda at: holdfast.get_state_dict(3),  # type: ignore[arg-type]
+    "3 is no file": lambda at: huggingface.register(3),  # type: ignore[arg-type]
+    "The path is of type NoneType; give a str": lambda at: huggingface.export(at, None, like=at),  # type: ignore[arg-type]
+    "The path is of type int; give a str": lambda at: huggingface.export(at, at / "out", like=3),  # type: ignore[arg-type]
+    "file_bytes must be a whole number from 1 on, not '5GB'": lambda at: huggingface.export(
+        at,
+        at / "out",
+        like=at,
+        file_bytes="5GB",  # type: ignore[arg-type]
+    ),
     "options must be": lambda at: holdfast.save(
         STATE, at / "s", job=holdfast.Job(options={"check_replicas": "off"})
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from holdfast._models.views import family
 from holdfast._models.views.mapping import WAYS
@@ -23,7 +22,7 @@ def register(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
     Raises BadInput for a file that is no table, with the line and the key.
     """
-    return family.register(Path(path))
+    return family.register(path)
 
 
 def families() -> dict[str, str]:

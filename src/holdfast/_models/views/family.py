@@ -9,11 +9,11 @@ with megatron-core's `transformer_layer` or `mtp_model_layer` before them.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from holdfast._core.layout.box import Box
@@ -367,7 +367,7 @@ def is_tied(config: Mapping[str, object]) -> bool:
     )
 
 
-def register(path: str | Path) -> tuple[str, ...]:
+def register(path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Read a table, check it, and use it for its model types from now on; return these."""
     types = tables.register(path)
     family_of.cache_clear()

@@ -7,6 +7,7 @@ HOLDFAST_MODELS, and from installed packages that name a module with tables as a
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -78,9 +79,9 @@ _registered: dict[str, _Place] = {}
 """By resolved path, the files given to `register`."""
 
 
-def register(path: str | Path) -> tuple[str, ...]:
+def register(path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Read a table, check it, and use it for its model types from now on; return these."""
-    if not isinstance(path, str | Path) or not (place := Path(path)).is_file():
+    if not isinstance(path, str | os.PathLike) or not (place := Path(path)).is_file():
         raise BadInput(f"{path} is no file.", hint="Give the TOML file of a table: docs/model.md.")
     place = place.resolve()
     registered = _Place(place, _tables_in(place.parent), "register")
