@@ -363,6 +363,12 @@ def test_a_copy_that_is_cut_otherwise_is_not_taken_for_the_same() -> None:
         on_ranks(2, cut_otherwise)
 
 
+def test_a_copy_is_not_taken_for_the_tensor() -> None:
+    copy = holdfast.Shard(torch.ones(2), global_shape=(2,), offset=(0,), replica=(1, 2))
+    with pytest.raises(CoverageError, match="do not hold 'w'"):
+        holdfast.fingerprint({"w": copy}, job=holdfast.Job(no_dist=True))
+
+
 def test_bad_places_are_one_sentence(tmp_path: Path) -> None:
     a = spread(weights(), tmp_path / "a", 1)
     with pytest.raises(NotCommitted, match="nothing"):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast._core.format.fingerprint import box_sums, sums_by_columns, sums_of_each
-from holdfast._core.layout.box import Box
+from holdfast._core.format.fingerprint import box_sums, sums_by_columns, sums_of_each, text_of
+from holdfast._core.layout.box import Box, whole
+from tests.support.threads import on_ranks
 
 SIZES = st.sampled_from([1, 2, 4, 8])
 LINE = 4096 * 8
@@ -82,3 +86,95 @@ def test_small_tensors_are_rounded_together_as_one_by_one(dtype: torch.dtype) ->
         f"with {odd[2]}": ("become infinite",),
         f"with {odd[3]}": ("become zero",),
     }
+
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+OTHERS = (torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)
+SPECIAL = (
+    *(float("nan"), float("inf"), -0.0, 0.0, 1e39, 65519.0, 65520.0, 3.4e38),
+    *(2.0**-24, 2.0**-25, 2.0**-126, 2.0**-133, 2.0**-135, 1e-46),
+)
+
+
+def by_definition(tensor: torch.Tensor) -> Any:
+    """One tensor at a time, from all of its bytes."""
+
+    def value(one: torch.Tensor) -> str:
+        one = one.clone(memory_format=torch.contiguous_format)
+        data = one.reshape(-1).view(torch.uint8).numpy() if one.numel() else np.empty(0, np.uint8)
+        return text_of(box_sums(data, one.itemsize, whole(tuple(one.shape))))
+
+    rounded, nan = {}, tensor.isnan()
+    for dtype in FLOATS if tensor.dtype in FLOATS[:2] else ():
+        if dtype.itemsize < tensor.itemsize:
+            made = tensor.to(dtype).masked_fill(nan, float("nan"))
+            unlike = (made.to(tensor.dtype) != tensor) & ~nan
+            lost = {"become infinite": made.isinf(), "become zero": made == 0}
+            words = tuple(word for word, mask in lost.items() if (mask & unlike).any())
+            rounded[str(dtype)[6:]] = (value(made), bool(unlike.any()), words, bool(nan.any()))
+    return value(tensor), rounded
+
+
+MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "row-major": torch.Tensor.contiguous,
+    "a parameter": lambda one: torch.nn.Parameter(one, requires_grad=one.dtype in FLOATS),
+    "transposed": lambda one: one.mT.contiguous().mT if one.ndim > 1 else one,
+    "spaced": lambda one: torch.stack([one, one], -1)[..., 0] if one.itemsize > 1 else one,
+    "of another": lambda one: torch.cat([one, one])[: len(one)],
+}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(2 * FLOATS + OTHERS),
+    st.lists(st.sampled_from([0, 1, 2, 7, 64, 65, 300]), min_size=1, max_size=3),
+    st.lists(st.sampled_from(sorted(MEMORY)), min_size=1, max_size=6),
+    st.integers(0, 4),
+    st.sampled_from(["whole", "cut", "copies"]),
+    st.integers(1, 3),
+    st.integers(0, 99),
+)
+def test_tensors_that_are_alike_have_the_fingerprints_of_the_definition(
+    dtype: torch.dtype,
+    shape: list[int],
+    memory: list[str],
+    special: int,
+    layout: str,
+    ranks: int,
+    seed: int,
+) -> None:
+    random, state = torch.Generator().manual_seed(seed), {}
+    for number, place in enumerate(memory):
+        one = torch.randn(shape, generator=random, dtype=torch.float64)
+        one = one.half().bfloat16().double() if number % 2 else one  # exact in each dtype
+        for _ in range(special if dtype in FLOATS and one.numel() else 0):
+            at, which = (
+                int(torch.randint(many, (), generator=random)) for many in (one.numel(), len(SPECIAL))
+            )
+            one.view(-1)[at] = SPECIAL[which]
+        state[f"w{number}"] = MEMORY[place](one.to(dtype))
+
+    def job(roster: Any) -> Any:
+        first, stop = (shape[0] * at // ranks for at in (roster.rank, roster.rank + 1))
+        mine: dict[str, object] = dict(state)
+        if layout == "cut":
+            offset = (first, *[0] * (len(shape) - 1))
+            mine = {
+                name: holdfast.Shard(one[first:stop], tuple(shape), offset) for name, one in state.items()
+            }
+        elif layout == "copies":
+            replica = (roster.rank, ranks)
+            mine = {
+                name: holdfast.Shard(one, tuple(shape), (0,) * len(shape), replica)
+                for name, one in state.items()
+            }
+        return holdfast.fingerprint(mine, job=holdfast.Job(roster=roster, timeout=30))
+
+    for found in on_ranks(ranks, job):
+        assert list(found) == sorted(state)
+        for name, one in found.items():
+            rounded = {
+                key: (own.value, own.inexact, own.lost, own.has_nan) for key, own in one.rounded.items()
+            }
+            assert (one.value, rounded) == by_definition(state[name].detach()), name
+            assert (one.dtype, one.shape) == (str(dtype)[6:], tuple(shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,33 @@ def test_an_imported_model_keeps_elements_and_scales(tmp_path: Path) -> None:
     holdfast.load(state, tmp_path / "imported")
     assert torch.equal(state["w.weight"], weight.float() * 0.5)
     assert holdfast.same(tmp_path / "published", tmp_path / "imported").same
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("files", [1, 2])
+def test_scales_that_are_not_finite_are_refused(bad: float, files: int, tmp_path: Path) -> None:
+    weight, scales = torch.randn(256, 128).to(E4M3), random(2, 1)
+    publish(tmp_path / "right", None, {"w.weight": weight, "w.weight_scale_inv": scales})
+    scales[1] = bad
+    place = tmp_path / "published"
+    publish(place, None, {"w.weight": weight, "w.weight_scale_inv": scales})
+    told = r"published/model.safetensors holds NaN or infinity in the scales 'w.weight_scale_inv':"
+    if files == 2:
+        (place / "model.safetensors").unlink()
+        save_file({"w.weight": weight}, place / "a.safetensors")
+        save_file({"w.weight_scale_inv": scales}, place / "b.safetensors")
+        names = {"w.weight": "a.safetensors", "w.weight_scale_inv": "b.safetensors"}
+        (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        told = r"published.* holds NaN or infinity in the scales 'w.weight_scale_inv', in b.safetensors:"
+    state = {"w.weight": torch.zeros(256, 128)}
+    with pytest.raises(BadInput, match=told):
+        holdfast.load(state, place)
+    with pytest.raises(BadInput, match=told):
+        huggingface.import_(place, tmp_path / "imported", strict=False)
+    with pytest.raises(BadInput, match=told):
+        holdfast.same(place, holdfast.fingerprint(state))
+    (found,) = holdfast.same(tmp_path / "right", place).different
+    assert re.search(told, found.b)
 
 
 def test_what_is_only_called_like_scales_is_a_weight(tmp_path: Path) -> None:

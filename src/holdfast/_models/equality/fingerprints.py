@@ -7,7 +7,8 @@ ranks), so that differing replicas are found.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,26 +16,35 @@ import numpy as np
 
 from holdfast._core.base.values import Buffer, Message
 from holdfast._core.format.digest import digest, hex_digest
-from holdfast._core.format.fingerprint import box_sums, nothing
+from holdfast._core.format.fingerprint import box_sums
 from holdfast._core.format.names import is_weight
 from holdfast._core.io.raw_read import slabs
-from holdfast._core.layout.box import Box
+from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.coverage import first_problem
 from holdfast._core.layout.tensor import DTYPES, OBJECT, Dims, TensorSpec
 from holdfast._core.plan.agreement import what
-from holdfast._core.plan.shard_table import ShardTable, contiguous_at
+from holdfast._core.plan.shard_table import Memory, ShardTable, contiguous_at
 from holdfast._core.protocol.call import Call, begin_call
 from holdfast._core.protocol.job import Job
 from holdfast._core.protocol.messages import from_roster
 from holdfast._core.protocol.operation import read_state
 from holdfast._core.protocol.task import CollectiveTask
-from holdfast._core.ready import ready
 from holdfast._core.state.flatten import build_shard_table, flatten, select
 from holdfast._core.state.leaf import Flat
 from holdfast._core.state.memory import CallerStreams
 from holdfast._models.equality.published_names import Published, under_published_names, view_by
-from holdfast._models.equality.rounding import Numbers, Rounded, RoundedSums, rounded_of
-from holdfast._models.equality.shortcuts import small_sums, turned_sums
+from holdfast._models.equality.rounding import (
+    Rounded,
+    Sums,
+    add_rounded,
+    add_up,
+    no_sums,
+    records_of,
+    rounded_of,
+    split,
+    value_of,
+)
+from holdfast._models.equality.shortcuts import many_at_once, sums_together, turned_sums
 from holdfast._models.views.family import View
 from holdfast.errors import BadInput, CoverageError, ReplicaMismatch
 
@@ -102,18 +112,41 @@ def fingerprint_leaves(
         task.take(table, None if published is None else view_by(published))
 
     task.collect_error = read_state(read, call.rank)
-    return msgspec.convert(task.run(), ready(dict[str, Fingerprint]))
+    return _fingerprints(from_roster(task.run(), RankSums))
 
 
-_Row = tuple[str, Dims, Dims, bool, tuple[int, int], list[Numbers]]
-"""Name, offset and shape of the box, whether it is declared as a copy of another rank's, both sums, and the
-sums of its elements in less exact dtypes."""
+def _fingerprints(sums: RankSums) -> dict[str, Fingerprint]:
+    found = {}
+    for alike in sums.alike:
+        code, shape, dtype = alike.dtype, alike.shape, DTYPES[alike.dtype].name
+        for name, record in alike.records():
+            found[name] = Fingerprint(dtype, shape, value_of(record), rounded_of(code, record))
+    return {name: found[name] for name in sorted(found)}
+
+
+class Alike(msgspec.Struct):
+    """The sums of boxes that are alike, each of another tensor."""
+
+    dtype: int
+    shape: Dims
+    """Of the whole tensors."""
+    box: Box
+    is_copy: bool
+    """Whether they are declared as copies of another rank's."""
+    names: list[str]
+    sums: str
+    """The record of each (`rounding.records_of`). Numbers would take several times as long."""
+
+    def is_whole(self) -> bool:
+        return not self.is_copy and self.box == whole(self.shape)
+
+    def records(self) -> Iterable[tuple[str, str]]:
+        """Return the names, and the record of each."""
+        return zip(self.names, split(self.sums, len(self.names)), strict=True)
 
 
 class RankSums(msgspec.Struct):
-    specs: dict[str, tuple[int, Dims]]
-    """Dtype and shape of the rank's tensors, by name."""
-    rows: list[_Row]
+    alike: list[Alike]
 
 
 class SumsTask(CollectiveTask):
@@ -123,7 +156,7 @@ class SumsTask(CollectiveTask):
 
     def __init__(self, title: str, place: str, call: Call) -> None:
         super().__init__(title, place, call)
-        self._report = RankSums({}, [])
+        self._report = RankSums([])
         self._first: dict[int, int] = {}
         """By rank: the first rank with the same rows; on the rank that decides."""
 
@@ -146,24 +179,25 @@ class SumsTask(CollectiveTask):
 
     def contribute(self) -> Message:
         self._streams.wait()
-        specs, boxes = self._table.specs, self._table.boxes
-        rows = [row for row, spec in enumerate(specs) if spec.kind != OBJECT and is_weight(spec.name)]
-        known = small_sums(self._table, rows, self.operation.tick)
-        for row in rows:
-            spec, box = specs[row], boxes[row]
-            self._report.specs[spec.name] = (spec.dtype, spec.shape)
-            replica = self._table.replicas[row]
-            is_copy = replica is not None and replica[0] > 0
-            sums = known[row] if row in known else self._sums(row)
-            self._report.rows.append((spec.name, box.offset, box.shape, is_copy, *sums))
+        table, kinds = self._table, dict[tuple[int, Dims, Box, bool], list[int]]()
+        for row, (spec, box, replica) in enumerate(
+            zip(table.specs, table.boxes, table.replicas, strict=True)
+        ):
+            if spec.kind != OBJECT and is_weight(spec.name):
+                is_copy = replica is not None and replica[0] > 0
+                kinds.setdefault((spec.dtype, spec.shape, box, is_copy), []).append(row)
+        for (code, shape, box, is_copy), rows in kinds.items():
+            sums = self._sums(code, box, [table.memory[row] for row in rows])
+            names = [table.specs[row].name for row in rows]
+            self._report.alike.append(Alike(code, shape, box, is_copy, names, records_of(sums)))
         # A digest instead of the rows, because data-parallel ranks usually have the same rows.
-        rows_digest = hex_digest(digest(msgspec.json.encode(self._report.rows)))
+        rows_digest = hex_digest(digest(msgspec.json.encode(self._report)))
         return {"rows": rows_digest, "named": self._is_named}
 
     def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
         # A rank may hold nothing of the model.
         if self._view is not None and not any(message["named"] for message in contributions.values()):
-            some = min(self._report.specs, default=None)
+            some = min((name for alike in self._report.alike for name in alike.names), default=None)
             raise BadInput(
                 f"No weight of the state has a name of the family {self._view.family.name!r}"
                 + (f", such as {some!r}." if some else "."),
@@ -178,29 +212,44 @@ class SumsTask(CollectiveTask):
 
     def execute(self, answer: Message) -> Message:
         if not answer["wanted"]:
-            self._report.rows.clear()
+            self._report.alike.clear()
         message: Message = msgspec.to_builtins(self._report)
         return message
 
     def finish(self, reports: dict[int, Message]) -> Message:
-        whole = Whole()
-        for rank, message in sorted(reports.items()):
-            whole.add(rank, from_roster(message, RankSums, rank))
-        answer: Message = msgspec.to_builtins(whole.result())
+        sent = {rank: from_roster(message, RankSums, rank) for rank, message in sorted(reports.items())}
+        count = Counter(name for one in sent.values() for alike in one.alike for name in alike.names)
+        known, more = list[Alike](), Whole()
+        for rank, one in sent.items():
+            for alike in one.alike:
+                if alike.is_whole() and all(count[name] == 1 for name in alike.names):
+                    known.append(alike)  # as most of 100,000 tensors
+                else:
+                    more.add(rank, alike)
+        answer: Message = msgspec.to_builtins(RankSums([*known, *more.result()]))
         return answer
 
     def rows_of(self, reports: dict[int, Message]) -> Iterator[tuple[int, RankSums]]:
         """Yield the sums of each rank, also of those that sent none, because another rank has the same."""
         sent = {rank: from_roster(message, RankSums, rank) for rank, message in reports.items()}
-        for rank, one in sorted(sent.items()):
-            yield rank, RankSums(one.specs, sent[self._first[rank]].rows)
+        for rank in sorted(sent):
+            yield rank, sent[self._first[rank]]
 
-    def _sums(self, row: int) -> tuple[tuple[int, int], list[Numbers]]:
-        spec, box, memory = self._table.specs[row], self._table.boxes[row], self._table.memory[row]
-        itemsize = DTYPES[spec.dtype].size
-        if (turned := turned_sums(memory, spec.dtype, box, self.operation.tick)) is not None:
-            return turned, []
-        sums, rounded = nothing(), RoundedSums(spec.dtype)
+    def _sums(self, code: int, box: Box, memories: Sequence[Memory]) -> Sums:
+        """Return the sums of shards of one dtype, shape and place."""
+        found, step = [], many_at_once(code, box)
+        for first in range(0, len(memories), step):
+            some = memories[first : first + step]
+            together = sums_together(some, code, box) if step > 1 else None
+            found += [self._sums_of(code, box, one) for one in some] if together is None else [together]
+            self.operation.tick()
+        return np.concatenate(found)
+
+    def _sums_of(self, code: int, box: Box, memory: Memory) -> Sums:
+        itemsize, sums = DTYPES[code].size, no_sums(code)
+        if (turned := turned_sums(memory, code, box, self.operation.tick)) is not None:
+            sums[0, 0, :2] = turned
+            return sums
         for part in slabs(box, itemsize, _SLAB):
             inside = part.relative_to(box.offset)
             start = contiguous_at(box.shape, inside) if memory.address else None
@@ -210,27 +259,27 @@ class SumsTask(CollectiveTask):
             else:
                 data = memoryview(bytearray(part.volume * itemsize))
                 memory.gather(inside, data)
-            sums += box_sums(data, itemsize, part)
-            rounded.add(data, part)
+            sums[0, 0, :2] += box_sums(data, itemsize, part)
+            add_rounded(sums, code, data, part)
             self.operation.tick()
-        return (int(sums[0]), int(sums[1])), rounded.numbers()
+        return sums
 
 
 Specs = dict[str, tuple[int, tuple[int, Dims]]]
 """By name: the first rank with the tensor, and its dtype and shape there."""
 
 
-def add_specs(known: Specs, rank: int, specs: Mapping[str, tuple[int, Dims]]) -> None:
-    """Add the dtypes and shapes of a rank. ReplicaMismatch if another rank has others."""
-    for name, spec in specs.items():
-        first, before = known.setdefault(name, (rank, spec))
-        if before != spec:
-            texts = [what(TensorSpec(name, *one)) for one in (before, spec)]
-            raise ReplicaMismatch(
-                f"Ranks disagree on {name!r}: rank {first} holds {texts[0]}, rank {rank} {texts[1]}.",
-                rank=rank,
-                details={"tensor": name, "ranks": [first, rank]},
-            )
+def add_spec(known: Specs, rank: int, name: str, alike: Alike) -> None:
+    """Add the dtype and shape of a rank's tensor. ReplicaMismatch if another rank has others."""
+    spec = alike.dtype, alike.shape
+    first, before = known.setdefault(name, (rank, spec))
+    if before != spec:
+        texts = [what(TensorSpec(name, *one)) for one in (before, spec)]
+        raise ReplicaMismatch(
+            f"Ranks disagree on {name!r}: rank {first} holds {texts[0]}, rank {rank} {texts[1]}.",
+            rank=rank,
+            details={"tensor": name, "ranks": [first, rank]},
+        )
 
 
 @dataclass(slots=True)
@@ -239,9 +288,7 @@ class _BoxSums:
 
     rank: int
     """The first that has it."""
-    sums: tuple[int, int]
-    rounded: list[Numbers]
-    """The sums in less exact dtypes."""
+    record: str
     owner: int | None = None
     """The first rank that has it other than as a declared copy."""
     copier: int | None = None
@@ -249,27 +296,25 @@ class _BoxSums:
 
 
 class Whole:
-    """The sums of all ranks."""
+    """Tensors of which several ranks have sums, or one has several."""
 
     def __init__(self) -> None:
         self._specs: Specs = {}
-        self._parts: dict[str, dict[tuple[Dims, Dims], _BoxSums]] = {}
-        """By name, and offset and shape of the box."""
+        self._parts: dict[str, dict[Box, _BoxSums]] = {}
 
-    def add(self, rank: int, rows: RankSums) -> None:
-        add_specs(self._specs, rank, rows.specs)
-        for name, offset, shape, is_copy, mine, rounded in rows.rows:
-            parts = self._parts.get(name)
-            if parts is None:
-                parts = self._parts[name] = {}
-            part = parts.get((offset, shape))
+    def add(self, rank: int, alike: Alike) -> None:
+        box, is_copy = alike.box, alike.is_copy
+        for name, mine in alike.records():
+            add_spec(self._specs, rank, name, alike)
+            parts = self._parts.setdefault(name, {})
+            part = parts.get(box)
             if part is None:
-                part = parts[offset, shape] = _BoxSums(rank, mine, rounded)
+                part = parts[box] = _BoxSums(rank, mine)
             if is_copy:
                 part.copier = rank if part.copier is None else part.copier
             elif part.owner is None:
                 part.owner = rank
-            if part.sums != mine:
+            if value_of(part.record) != value_of(mine):
                 raise ReplicaMismatch(
                     f"Ranks {part.rank} and {rank} hold different elements of {name!r}.",
                     rank=rank,
@@ -277,41 +322,31 @@ class Whole:
                     details={"tensor": name, "ranks": [part.rank, rank]},
                 )
 
-    def result(self) -> dict[str, Fingerprint]:
-        return {name: self._of(name, *self._specs[name]) for name in sorted(self._specs)}
+    def result(self) -> list[Alike]:
+        kinds: dict[tuple[int, Dims], list[str]] = {}
+        for name, (_, spec) in sorted(self._specs.items()):
+            kinds.setdefault(spec, []).append(name)
+        return [
+            Alike(*spec, whole(spec[1]), False, names, "".join([self._record(name) for name in names]))
+            for spec, names in kinds.items()
+        ]
 
-    def _of(self, name: str, rank: int, spec: tuple[int, Dims]) -> Fingerprint:
-        dtype, shape = spec
-        parts = self._parts.get(name, {})
-        if len(parts) == 1:
-            (((_, side), part),) = parts.items()
-            if side == shape and part.owner is not None:  # whole, as most of 100,000 tensors
-                rounded = rounded_of(dtype, [part.rounded]) if part.rounded else {}
-                return Fingerprint(DTYPES[dtype].name, shape, total([part.sums]), rounded)
-        mine = [part for part in parts.values() if part.owner is not None]
-        boxes = [Box(*box) for box, part in parts.items() if part.owner is not None]
+    def _record(self, name: str) -> str:
+        rank, (code, shape) = self._specs[name]
+        parts = self._parts[name]
+        boxes = [box for box, part in parts.items() if part.owner is not None]
         check_covered(name, shape, [box for box in boxes if box.volume], rank)
         for box, part in parts.items():
-            if part.owner is None and Box(*box).volume:
+            if part.owner is None and box.volume:
                 raise ReplicaMismatch(
-                    f"Rank {part.copier} declares a copy of {name!r} at {list(box[0])}, of shape "
-                    f"{list(box[1])}, that is cut otherwise than on the ranks that hold it first: the "
+                    f"Rank {part.copier} declares a copy of {name!r} at {list(box.offset)}, of shape "
+                    f"{list(box.shape)}, that is cut otherwise than on the ranks that hold it first: the "
                     "two can't be compared.",
                     rank=part.copier,
                     hint="Replicas must be cut alike.",
                     details={"tensor": name, "ranks": [rank, part.copier]},
                 )
-        rounded = rounded_of(dtype, [part.rounded for part in mine])
-        return Fingerprint(DTYPES[dtype].name, shape, total([part.sums for part in mine]), rounded)
-
-
-def total(parts: Sequence[tuple[int, int]]) -> str:
-    """Return the fingerprint of a tensor from the sums of its parts."""
-    first = second = 0
-    for one, other in parts:
-        first += one
-        second += other
-    return f"{first % (1 << 64):016x}{second % (1 << 64):016x}"
+        return add_up(code, [parts[box].record for box in boxes])
 
 
 def check_covered(name: str, shape: Dims, boxes: list[Box], rank: int) -> None:

@@ -72,13 +72,13 @@ class PairReader:
         if stored == region.dtype:
             return BoxElements(_bytes_of(one_nan(tensor) if region.is_cast else tensor))
         made = cast(tensor, torch_dtype(region.dtype))
-        self.has_nan |= made.has_nan
+        self.has_nan |= made.nan is not None
         if made.lost is None:
             return BoxElements(_bytes_of(made.tensor))
         self.rounded[pair.specs[0].name] = DTYPES[region.dtype].name
         self.lost.update({words: None for words, mask in zip(LOST, made.lost, strict=True) if mask.any()})
         lost = (made.lost[0] | made.lost[1]).reshape(-1)
-        return BoxElements(_bytes_of(made.tensor), lost.numpy() if lost.any() else None)
+        return BoxElements(_bytes_of(made.tensor), lost if lost.any() else None)
 
 
 def _bytes_of(tensor: torch.Tensor) -> Array:

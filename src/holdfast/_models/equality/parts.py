@@ -18,11 +18,10 @@ from holdfast._models.equality.fingerprints import (
     Fingerprint,
     RankSums,
     Specs,
-    add_specs,
+    add_spec,
     check_covered,
-    total,
 )
-from holdfast._models.equality.rounding import Numbers, rounded_of
+from holdfast._models.equality.rounding import add_up, rounded_of, total, value_of
 
 _TRIES = 4096
 """Limit of combinations of differing copies to try."""
@@ -60,50 +59,45 @@ class PartSums:
 
     def __init__(self) -> None:
         self._specs: Specs = {}
-        self._parts: dict[str, dict[Box, dict[tuple[int, int], tuple[list[int], list[Numbers]]]]] = {}
-        """By name, box and sums: the ranks with these, and their sums in less exact dtypes."""
-        self._added: dict[str, list[tuple[int, Box, tuple[int, int]]]] = {}
-        """By name: parts that should be zeros, and are not."""
+        self._parts: dict[str, dict[Box, dict[str, tuple[list[int], str]]]] = {}
+        """By name, box and fingerprint: the ranks with this, and its record."""
+        self._added: dict[str, list[tuple[int, Box, str]]] = {}
+        """By name: fingerprints of parts that should be zeros, and are not."""
 
     def add(self, rank: int, rows: RankSums) -> None:
-        add_specs(self._specs, rank, rows.specs)
-        for name, offset, shape, is_zeros, sums, rounded in rows.rows:
-            box = Box(offset, shape)
-            if not is_zeros:
-                found = self._parts.setdefault(name, {}).setdefault(box, {})
-                found.setdefault(sums, ([], rounded))[0].append(rank)
-            elif any(sums):
-                self._added.setdefault(name, []).append((rank, box, sums))
+        for alike in rows.alike:
+            for name, record in alike.records():
+                add_spec(self._specs, rank, name, alike)
+                value = value_of(record)
+                if not alike.is_copy:
+                    found = self._parts.setdefault(name, {}).setdefault(alike.box, {})
+                    found.setdefault(value, ([], record))[0].append(rank)
+                elif value.strip("0"):
+                    self._added.setdefault(name, []).append((rank, alike.box, value))
 
     def result(self) -> dict[str, EngineFingerprint]:
         fingerprints = {}
         for name, (rank, (code, shape)) in sorted(self._specs.items()):
             boxes, added = self._parts.get(name, {}), self._added.get(name, [])
             check_covered(name, shape, [box for box in boxes if box.volume], rank)
-            dtype = DTYPES[code].name
             parts = [
                 EnginePart(
                     tuple(ranks),
                     *box,
-                    total([sums]),
-                    {key: one.value for key, one in rounded_of(code, [rounded]).items()},
+                    value,
+                    {key: one.value for key, one in rounded_of(code, record).items()},
                 )
                 for box, found in boxes.items()
-                for sums, (ranks, rounded) in found.items()
+                for value, (ranks, record) in found.items()
             ]
-            parts += [EnginePart((rank,), *box, total([sums]), is_added=True) for rank, box, sums in added]
-            first = [next(iter(found.items())) for found in boxes.values()]
-            rounded = rounded_of(code, [numbers for _, (_, numbers) in first])
-            value = total([sums for sums, _ in first])
+            parts += [EnginePart((rank,), *box, value, is_added=True) for rank, box, value in added]
+            whole = add_up(code, [record for found in boxes.values() for _, record in [*found.values()][:1]])
+            value, rounded = value_of(whole), rounded_of(code, whole)
             if added or any(len(found) > 1 for found in boxes.values()):
                 value = ""
                 rounded = {key: msgspec.structs.replace(one, value="") for key, one in rounded.items()}
-            fingerprints[name] = EngineFingerprint(dtype, shape, value, rounded, tuple(parts))
+            fingerprints[name] = EngineFingerprint(DTYPES[code].name, shape, value, rounded, tuple(parts))
         return fingerprints
-
-
-def _numbers(value: str) -> tuple[int, int]:
-    return int(value[:16], 16), int(value[16:], 16)
 
 
 def wrong_ranks(
@@ -142,7 +136,7 @@ def _by_whole(parts: tuple[EnginePart, ...], dtype: str, own: str, right: str) -
             boxes.setdefault(Box(part.offset, part.shape), []).append(part)
     if prod(map(len, boxes.values())) <= _TRIES:
         for chosen in product(*boxes.values()):
-            if total([_numbers(part.value_in(dtype, own)) for part in chosen]) == right:
+            if total([part.value_in(dtype, own) for part in chosen]) == right:
                 return {rank for part in parts if part not in chosen for rank in part.ranks}
     if len(boxes) == 1:
         return {rank for part in parts for rank in part.ranks}

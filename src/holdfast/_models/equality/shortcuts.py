@@ -11,9 +11,9 @@ import torch
 from holdfast._core.format.fingerprint import nothing, sums_by_columns, sums_of_each
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import DTYPES
-from holdfast._core.plan.shard_table import Memory, ShardTable
+from holdfast._core.plan.shard_table import Memory
 from holdfast._core.state.memory import TensorMemory
-from holdfast._models.equality.rounding import Numbers, less_exact_than, rounded_of_each
+from holdfast._models.equality.rounding import Sums, add_rounded_of_each, less_exact_than, no_sums
 
 _SMALL, _STACK = 64 << 10, 1 << 20
 """Bytes of a shard that is summed together with others, and bytes of all of these, few enough for the
@@ -23,33 +23,24 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def small_sums(
-    table: ShardTable, rows: Sequence[int], tick: Callable[[], None]
-) -> dict[int, tuple[tuple[int, int], list[Numbers]]]:
-    """Return the sums of those rows of which several are alike: small, and of one dtype, shape and place; and
-    those in less exact dtypes."""
-    alike: dict[tuple[int, Box, torch.device], list[tuple[int, torch.Tensor]]] = {}
-    small: dict[tuple[int, Box], bool] = {}
-    for row in rows:
-        memory, kind = table.memory[row], (table.specs[row].dtype, table.boxes[row])
-        if kind not in small:
-            small[kind] = 0 < kind[1].volume * DTYPES[kind[0]].size <= _SMALL
-        if small[kind] and isinstance(memory, TensorMemory) and type(memory.tensor) in _PLAIN:
-            alike.setdefault((*kind, memory.tensor.device), []).append((row, memory.tensor))
-    found: dict[int, tuple[tuple[int, int], list[Numbers]]] = {}
-    for (code, box, _), these in alike.items():
-        size = DTYPES[code].size
-        step = max(_STACK // (box.volume * size), 1)
-        for first in range(0, len(these) if len(these) > 1 else 0, step):
-            some = these[first : first + step]
-            with torch.no_grad():
-                stack = torch.stack([tensor for _, tensor in some]).cpu().reshape(len(some), -1)
-            sums = sums_of_each(stack.view(torch.uint8).numpy(), size, box).tolist()
-            rounded = rounded_of_each(code, stack, box)
-            for (row, _), pair, numbers in zip(some, sums, rounded, strict=True):
-                found[row] = tuple(pair), numbers
-            tick()
-    return found
+def many_at_once(code: int, box: Box) -> int:
+    """Return how many shards of this kind `sums_together` should get; 1 if each is summed by itself."""
+    size = box.volume * DTYPES[code].size
+    return _STACK // size if 0 < size <= _SMALL else 1
+
+
+def sums_together(memories: Sequence[Memory], code: int, box: Box) -> Sums | None:
+    """Return the sums of shards of one dtype, shape and place; None if these can't be taken together."""
+    tensors = [memory.tensor for memory in memories if isinstance(memory, TensorMemory)]
+    kinds = {(type(tensor), tensor.device) for tensor in tensors}
+    if len(tensors) < len(memories) or len(kinds) > 1 or not {kind for kind, _ in kinds}.issubset(_PLAIN):
+        return None
+    with torch.no_grad():
+        stack = torch.stack(tensors).cpu().reshape(len(tensors), -1)
+    sums = no_sums(code, len(tensors))
+    sums[:, 0, :2] = sums_of_each(stack.view(torch.uint8).numpy(), DTYPES[code].size, box)
+    add_rounded_of_each(sums, code, stack, box)
+    return sums
 
 
 def turned_sums(memory: Memory, code: int, box: Box, tick: Callable[[], None]) -> tuple[int, int] | None:

@@ -35,6 +35,7 @@ from holdfast._core.store.local import open_store
 from holdfast._models.conversion.importing import FileMemory, leaf, run_import
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.hugging_face import HuggingFaceFolder
+from holdfast._models.views.scaled import check_scales
 from holdfast.errors import BadInput, NotCommitted
 
 log = logging.getLogger("holdfast")
@@ -146,6 +147,7 @@ def _leaves(
     mine = call.participants.index(call.rank)
     for place, spec, rank in zip(places, specs, owner, strict=True):
         if rank == mine:
+            check_scales(folder, place)
             box = whole(spec.shape)
             memory: Memory
             if spec.name in folder.changes:

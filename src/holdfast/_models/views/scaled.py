@@ -11,8 +11,16 @@ from holdfast._core.state.memory import TensorMemory, torch_dtype
 from holdfast._models.views.hub_format import Place
 from holdfast._models.views.mapping import Segment
 from holdfast._models.views.published_model import PublishedModel
-from holdfast._models.views.quantized import SUFFIXES, block_of, is_read, scales_of, sides_of
-from holdfast.errors import MissingTensors, ShapeMismatch
+from holdfast._models.views.quantized import (
+    IN_8_BITS,
+    SUFFIXES,
+    base_of,
+    block_of,
+    is_read,
+    scales_of,
+    sides_of,
+)
+from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 _BYTES = CODE_OF["uint8"]
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -32,7 +40,7 @@ def in_8_bits(source: PublishedModel, place: Place, target: torch.Tensor, origin
 
     target: has the published order of axes. origin: its start in the published tensor.
     Raises MissingTensors if there are no scales, ShapeMismatch if they do not fit the tensor, BadInput if the
-    model was quantised in a way that is not read.
+    model was quantised in a way that is not read, or if scales are not finite.
     """
     source.refuse_quantized(place.name)
     found = _scales_at(source, place)
@@ -48,10 +56,31 @@ def in_8_bits(source: PublishedModel, place: Place, target: torch.Tensor, origin
             hint="Sides of blocks are read from quantization_config in config.json.",
             details={"tensor": found.name},
         )
-    dtype = torch_dtype(found.code)
-    values = torch.frombuffer(bytearray(source.read_rows(found.name)), dtype=dtype).float()
+    values = _values_of(source, found)
     grid = tuple(-(-n // side) for n, side in zip(place.shape, sides, strict=True))
     return _In8Bits(target, torch_dtype(place.code), origin, values.view(grid), sides)
+
+
+def check_scales(source: PublishedModel, place: Place) -> None:
+    """Raise BadInput if a tensor is the scales of one in 8 bits, and has NaN or infinity in it."""
+    base = source.place(base_of(place.name))
+    is_in_8_bits = base is not None and base.code == IN_8_BITS and place.code in _SCALE_CODES
+    if is_in_8_bits and place.name.endswith(SUFFIXES):
+        _values_of(source, place)
+
+
+def _values_of(source: PublishedModel, scales: Place) -> torch.Tensor:
+    dtype = torch_dtype(scales.code)
+    values = torch.frombuffer(bytearray(source.read_rows(scales.name)), dtype=dtype).float()
+    if not values.isfinite().all():
+        in_file = "" if source.where.endswith(scales.file) else f", in {scales.file}"
+        raise BadInput(
+            f"{source.where} holds NaN or infinity in the scales {scales.name!r}{in_file}: elements that are "
+            "multiplied by them mean nothing.",
+            hint="Get the file again, or quantize the model again.",
+            details={"tensor": scales.name, "file": scales.file},
+        )
+    return values
 
 
 def scales_read(source: PublishedModel, place: Place) -> tuple[Place, Dims] | None:
