@@ -32,7 +32,8 @@ def verified() -> dict[str, str]:
     how |= dict.fromkeys({tiny.kind for tiny in CONVERTED.values() if tiny.kind}, "converter")
     how |= dict.fromkeys({kind for tiny in FILLED.values() for kind in types(tiny)}, "module")
     how |= dict.fromkeys({kind for tiny in TINY.values() for kind in types(tiny)}, "logits, back, module")
-    return {**how, "gpt_oss": "experts", "kimi_k2": "as deepseek_v3", "qwen3_omni_moe": "thinker"}
+    alike = {"kimi_k2": "as deepseek_v3", "deepseek_v32": "as glm_moe_dsa"}
+    return {**how, **alike, "gpt_oss": "experts", "qwen3_omni_moe": "thinker"}
 
 
 def test_the_table_of_families() -> None:

@@ -140,6 +140,19 @@ def test_an_engine_has_the_fingerprints_of_its_published_model(kind: str, tmp_pa
     assert verdict.equal == len(recorded.tensors)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_found_under_the_names_that_they_have_in_vllm_0_20(kind: str, tmp_path: Path) -> None:
+    def older(rank: int, model: torch.nn.Module) -> None:
+        for name, module in list(model.named_modules()):
+            if name.endswith(".mlp.experts"):
+                model.get_submodule(name.rpartition(".")[0]).experts = module.routed_experts
+
+    recorded = Recorded(kind)
+    verdict = holdfast.same(recorded.publish(tmp_path / "model"), recorded.fingerprint(older))
+    assert verdict.same
+    assert verdict.equal == len(recorded.tensors)
+
+
 @pytest.mark.parametrize("place", [0, 1, -1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_fault_is_found_with_its_rank(kind: str, place: int, tmp_path: Path) -> None:

@@ -150,9 +150,25 @@ _SIGLIP = {
     "image_size": 28,
     "patch_size": 14,
 }
+_CLIP = {**_SIGLIP, "model_type": "clip_vision_model"}
 VISION = {
     "Gemma3Config": _SIGLIP,
     "LlavaConfig": _SIGLIP,
+    "LlavaNextConfig": _SIGLIP,
+    "LlavaNextVideoConfig": _SIGLIP,
+    "LlavaOnevisionConfig": _SIGLIP,
+    "VideoLlavaConfig": _CLIP,
+    "VipLlavaConfig": _CLIP,
+    "GotOcr2Config": {
+        "hidden_size": 32,
+        "output_channels": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "mlp_dim": 32,
+        "global_attn_indexes": [0],
+        "window_size": 2,
+    },
     "InternVLConfig": {**_SIGLIP, "model_type": "internvl_vision"},
     "Mistral3Config": {**_SIGLIP, "model_type": "pixtral", "head_dim": 16},
     "Qwen2VLConfig": {"embed_dim": 32, "hidden_size": 32, "num_heads": 2, "depth": 1},
@@ -264,6 +280,7 @@ TINY = {
 
 BIASED = {"normalization": "LayerNorm", "gated_linear_unit": True}
 PLAIN = Recipe(extra=dense(qk_layernorm=False))
+WITH_BIAS = Recipe(extra=dense(qk_layernorm=False, add_qkv_bias=True))
 TURNED = Recipe(extra=dense(qk_layernorm=False, rotary_interleaved=True))
 LLAMA4 = {
     "head_dim": 8,
@@ -402,10 +419,14 @@ TINY |= {
         text="glm4v_moe_text",
     ),
     "mistral3": Tiny("Mistral3Config", {"head_dim": 8}, PLAIN, text="mistral"),
-    "internvl": Tiny(
-        "InternVLConfig", {}, Recipe(extra=dense(qk_layernorm=False, add_qkv_bias=True)), text="qwen2"
-    ),
+    "internvl": Tiny("InternVLConfig", {}, WITH_BIAS, text="qwen2"),
     "llava": Tiny("LlavaConfig", {}, PLAIN, text="llama"),
+    "llava_next": Tiny("LlavaNextConfig", {}, PLAIN, text="llama"),
+    "llava_next_video": Tiny("LlavaNextVideoConfig", {}, PLAIN, text="llama"),
+    "llava_onevision": Tiny("LlavaOnevisionConfig", {}, WITH_BIAS, text="qwen2"),
+    "video_llava": Tiny("VideoLlavaConfig", {}, PLAIN, text="llama"),
+    "vipllava": Tiny("VipLlavaConfig", {}, PLAIN, text="llama"),
+    "got_ocr2": Tiny("GotOcr2Config", {}, WITH_BIAS, text="qwen2"),
 }
 
 

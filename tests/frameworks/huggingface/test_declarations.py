@@ -16,10 +16,11 @@ import pytest
 from holdfast._models.views.family import Family, families
 
 FROZEN = Path(__file__).with_name("declarations.toml")
-NOT_IN_TRANSFORMERS = {"kimi_k2", "bailing_moe_v2", "sarvam_moe", "sarvam_mla"}
+NOT_IN_TRANSFORMERS = {"kimi_k2", "bailing_moe_v2", "sarvam_moe", "sarvam_mla", "deepseek_v32"}
 """The code is in the published folder, or in a newer transformers than the tests'."""
 TABLE_OF = {
     "kimi_k2": "deepseek_v3",
+    "deepseek_v32": "glm_moe_dsa",
     "bailing_moe_v2": "glm4_moe",
     "sarvam_moe": "glm4_moe",
     "sarvam_mla": "deepseek_v3",

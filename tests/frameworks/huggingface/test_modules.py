@@ -57,6 +57,19 @@ FILLED = {
     ),
     "flex_olmo": Tiny("FlexOlmoConfig", {"pad_token_id": 0, **SPARSE}),
     "cohere2_moe": Tiny("Cohere2MoeConfig", {"head_dim": 8, **SPARSE}),
+    "laguna": Tiny(
+        "LagunaConfig",
+        {
+            "head_dim": 8,
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 16,
+            "rope_parameters": None,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "num_attention_heads_per_layer": [4] * 4,
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            **EXPERTS,
+        },
+    ),
 }
 UNHEARD_OF = {
     "olmo3": Tiny("Olmo3Config", {"tie_word_embeddings": True}),
