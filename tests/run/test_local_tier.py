@@ -332,10 +332,12 @@ def test_a_start_without_restore_is_not_followed_below_the_newest_step(cluster: 
     cluster.save(1, 5)
     cluster.save_locally(2, anew=True)
     assert cluster.restore()[:2] == (5, LOCAL)
-    cluster.save_locally(2, 6, anew=True)
+    cluster.save(3)
+    assert cluster.restore()[:2] == (5, LOCAL)
+    cluster.save_locally(4, 6, anew=True)
     assert cluster.restore()[:2] == (6, LOCAL)
     cluster.save(2)
-    assert cluster.restore()[:2] == (5, RUN)
+    assert cluster.restore()[:2] == (6, LOCAL), "nor does it remove what others have saved"
 
 
 def test_a_given_step_is_that_of_the_branch(cluster: Cluster) -> None:

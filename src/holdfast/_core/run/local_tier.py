@@ -195,7 +195,8 @@ class LocalTier:
         return None if copy.is_part or in_run is None else in_run()
 
     def _is_durable(self, name: str, number: int, step: int, save: str, rank: int) -> None:
-        """Mark a copy whose step is durable, and remove the copies that were saved before it."""
+        """Mark a copy whose step is durable, and remove the copies that were saved before it; but those of
+        other starts only if the run follows this one."""
         start = self._start
         assert start is not None
         # One at a time, and in order: the copy of a save that was slower than a later one is gone.
@@ -203,20 +204,22 @@ class LocalTier:
             if number < self._durable:
                 return
             self._durable = number
-            if self._ancestry.is_followed(step, self._ancestry.base_step):
+            follows = self._ancestry.is_followed(step, self._ancestry.base_step)
+            if follows:
                 self._ancestry = Ancestry(save, step, "", save, step)
             if rank != start.ranks[0]:
                 return
             if not self._lease.is_held():
                 return
             replace_file(self.store, f"{name}/{DURABLE}", save.encode())
-            for before in [one for one, saved in [*self._saved.items()] if saved < number]:
+            old = [one for one, saved in [*self._saved.items()] if saved < number]
+            for before in old:
                 self._saved.pop(before, None)
             for found in self.store.list():
                 folder = found.removesuffix("/")
                 if folder.startswith(HERE):  # of a rank that was killed
                     self.store.delete(folder)
-                elif COPY.match(folder) and self._saved.get(folder, 0) < number:
+                elif folder in old or (follows and COPY.match(folder) and folder not in self._saved):
                     self._remove(folder)
 
     def _remove(self, folder: str) -> None:
