@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import torch
 
 import holdfast
 from holdfast._core.format.names import LEFT
+from holdfast._core.format.names import LOCAL as LOCAL_FILE
 from holdfast._core.store.local import LocalStore
 from holdfast._core.store.run_folder import newest_steps, step_of
 from holdfast._tools.checkpoints.verify import verify
@@ -63,10 +65,13 @@ class Cluster:
     def save(self, *steps: int, **how: Any) -> list[Any]:
         return [result.get() for result in self.start(jobs.save_steps, [*steps], how)]
 
-    def save_locally(self, *steps: int, to: int | None = None, leaves: bool = False, **how: Any) -> None:
+    def save_locally(
+        self, *steps: int, to: int | None = None, leaves: bool = False, anew: bool = False, **how: Any
+    ) -> None:
         """Save steps that do not get durable, because all ranks are killed. to: the step to go on from.
-        leaves: not before the run tells which steps it has left behind."""
-        assert {result.died for result in self.start(jobs.save_locally, [*steps], to, leaves, how)} == {-9}
+        leaves: not before the run tells which steps it has left behind. anew: without a restore."""
+        died = self.start(jobs.save_locally, [*steps], to, leaves, anew, how)
+        assert {result.died for result in died} == {-9}
         jobs.hold(str(self.folder)).unlink()
 
     def restore(self, *, hosts: int = 0, **how: Any) -> tuple[int | None, set[str], list[str]]:
@@ -216,7 +221,8 @@ def test_after_damage_on_one_host_the_newest_whole_step_is_restored(
     # The other copies of step 1 are unharmed, unless all of the host are gone.
     assert where == (RUN if harm is lose_all else LOCAL)
     if harm in (flip, cut_short, lose_data):
-        assert [line for line in said if "Step 2 can't be restored from local folders" in line]
+        [line] = {line for line in said if "Step 2 can't be restored from local folders" in line}
+        assert f"load of {cluster.copies(1)[-1]}" in line, "a path that a user can look at"
     cluster.save(3)
     assert cluster.restore()[:2] == (3, LOCAL)
 
@@ -325,6 +331,85 @@ def test_a_step_that_was_removed_from_the_run_does_not_come_back(cluster: Cluste
     cluster.save_locally(3)
     shutil.rmtree(cluster.run)
     assert cluster.restore()[0] is None, "nor one that was saved after it"
+
+
+def test_a_job_that_removes_a_step_goes_on(cluster: Cluster) -> None:
+    """What it saves afterwards is no part of what it has removed."""
+    cluster.save(1, 2)
+    assert {result.died for result in cluster.start(delete_and_save, 2, 3)} == {-9}
+    jobs.hold(str(cluster.folder)).unlink()
+    assert cluster.restore()[:2] == (3, LOCAL)
+
+
+def delete_and_save(rank: int, run: str, folder: str, hosts: int, removed: int, step: int) -> None:
+    checkpoints = jobs.checkpoints_of(rank, run, folder, hosts)
+    checkpoints.restore(jobs.state_of(0, rank, 4))
+    checkpoints.delete(removed)
+    jobs.hold(folder).touch()
+    pending = checkpoints.save(step, jobs.state_of(step, rank, 4))
+    assert pending is not None
+    pending.committed(20)
+    jobs.dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_start_without_restore_is_not_followed_below_the_newest_step(cluster: Cluster) -> None:
+    """As without local folders: neither before its step is durable, nor then."""
+    cluster.save(1, 5)
+    cluster.save_locally(2, anew=True)
+    assert cluster.restore()[:2] == (5, LOCAL)
+    cluster.save(3)
+    assert cluster.restore()[:2] == (5, LOCAL)
+    cluster.save_locally(4, 6, anew=True)
+    assert cluster.restore()[:2] == (6, LOCAL)
+    cluster.save(2)
+    assert cluster.restore()[:2] == (6, LOCAL), "nor does it remove what others have saved"
+
+
+def test_a_given_step_is_that_of_the_branch(cluster: Cluster) -> None:
+    cluster.save(1, 2, 3)
+    cluster.save_locally(2, to=1)
+    (Path(cluster.run) / LEFT).unlink(missing_ok=True)
+    for how in ({}, {"step": 2}):
+        assert cluster.restore(**how)[:2] == (2, LOCAL)
+
+
+def test_a_copy_that_goes_on_from_a_damaged_step_is_restored(cluster: Cluster) -> None:
+    cluster.save(1, 2)
+    cluster.save_locally(3)
+    garble_index(Path(cluster.run) / "step-00000002")
+    assert cluster.restore()[:2] == (3, LOCAL)
+    garble_index(Path(cluster.run) / "step-00000001")
+    assert cluster.restore()[:2] == (3, LOCAL)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{"])
+def test_a_folder_whose_file_was_lost_is_known_by_its_copies(cluster: Cluster, content: bytes | None) -> None:
+    cluster.save(1)
+    cluster.save_locally(2)
+    for host in (0, 1):
+        file = cluster.copies(host)[0].parent / LOCAL_FILE
+        file.unlink() if content is None else file.write_bytes(content)
+    assert cluster.restore()[:2] == (2, LOCAL)
+    for steps, said in cluster.save(2):  # the start is another one than that of the copy
+        assert [cluster.short(first)[:5] for first, _ in steps] == ["host-"]
+        assert not any("overwrite" in line for line in said)
+    assert cluster.restore()[:2] == (2, LOCAL)
+
+
+def test_ranks_without_local_are_named(tmp_path: Path) -> None:
+    with ProcessWorld(2) as world:
+        for said in world.run(restore_with_local_on_rank_0, str(tmp_path)):
+            assert "local=, on all ranks or on none" in said
+            assert "rank 1" in said
+
+
+def restore_with_local_on_rank_0(rank: int, folder: str) -> str:
+    local = None if rank else f"{folder}/nvme"
+    checkpoints = holdfast.Checkpoints(f"{folder}/run", local=local, job=holdfast.Job(timeout=6))
+    with pytest.raises(holdfast.errors.RankFailed) as failed:
+        checkpoints.restore({"w": torch.ones(3)})
+    return str(failed.value)
 
 
 def test_delete_removes_the_copies_too(cluster: Cluster) -> None:

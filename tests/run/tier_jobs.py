@@ -148,13 +148,15 @@ def save_locally(
     steps: list[int],
     to: int | None,
     leaves: bool,
+    anew: bool,
     how: dict[str, Any],
 ) -> None:
-    """Restore, save steps while the run can't be reached, and end when all are committed locally and, with
-    `leaves`, the run tells which steps it has left behind."""
+    """Restore (but not with `anew`), save steps while the run can't be reached, and end when all are committed
+    locally and, with `leaves`, the run tells which steps it has left behind."""
     world = dist.get_world_size()
     checkpoints = checkpoints_of(rank, run, folder, hosts, in_flight=8, **how)
-    checkpoints.restore(state_of(0, rank, world), to)
+    if not anew:
+        checkpoints.restore(state_of(0, rank, world), to)
     if rank == 0:
         hold(folder).touch()
     for step in steps:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast._core.layout.ranks import ranks_of
 from holdfast._core.ready import ready
@@ -26,6 +27,8 @@ class Ancestry(msgspec.Struct, frozen=True):
 
     base: str = ""
     """The save of the newest durable step; "" if there was none."""
+    base_step: int = -1
+    """Its number; -1 if there was none."""
     parent: str = ""
     """The save that was restored, if that was only in local folders; else ""."""
     origin: str = ""
@@ -40,11 +43,18 @@ class Ancestry(msgspec.Struct, frozen=True):
         self: that of a job that restores this durable step.
         """
         if self.origin in ("", copy.base, copy.origin):  # it knows of none committed in between
-            return Ancestry(self.base, copy.save, copy.origin, copy.origin_step)
-        return Ancestry(self.base, copy.save, self.origin, self.origin_step)
+            return replace(self, parent=copy.save, origin=copy.origin, origin_step=copy.origin_step)
+        return replace(self, parent=copy.save)
+
+    def is_followed(self, step: int, newest: int) -> bool:
+        """Return whether a save of this number is the newest step of the run once it is durable.
+
+        newest: the number of the step that is the newest without it.
+        """
+        return newest <= step or 0 <= self.origin_step <= step
 
 
-class LocalCopy(msgspec.Struct, frozen=True):
+class LocalCopy(Ancestry, frozen=True, kw_only=True):
     """One host's copy of a step."""
 
     run: str
@@ -62,14 +72,6 @@ class LocalCopy(msgspec.Struct, frozen=True):
     """Those of them that share the folder."""
     is_part: bool
     """Whether other hosts have parts of it."""
-    base: str
-    """As `Ancestry.base`."""
-    parent: str
-    """As `Ancestry.parent`."""
-    origin: str = ""
-    """As `Ancestry.origin`; "" also in copies of versions that did not write it."""
-    origin_step: int = -1
-    """As `Ancestry.origin_step`."""
 
     @property
     def number(self) -> int:
@@ -103,15 +105,18 @@ def save_of(about: Mapping[str, object]) -> str:
     return found if isinstance(found, str) else ""
 
 
-def is_newer(copy: LocalCopy, durable: str) -> bool:
-    """Return whether a local copy was saved after a durable step, by jobs that went on from that.
+def is_newer(copy: LocalCopy, durable: str, step: int) -> bool:
+    """Return whether a local copy was saved after the newest durable step, by jobs that the run follows.
 
-    durable: its save; "" if the run has no step.
+    durable: its save; "" if the run has no step. step: its number.
 
     It may be the base of the copy or, once the run has left that behind, the copy's origin.
 
     If not, the run has gone another way since: on other hosts, from an older step, or its steps were removed.
+    Or the job has restored nothing, and saves below the newest step, which stays that.
     """
+    if not copy.is_followed(copy.step, step):
+        return False
     if durable == copy.base or (durable and durable == copy.origin):
         return True
     start, number = number_of(durable)

@@ -138,11 +138,10 @@ class LoadJob:
     def __init__(self, request: LoadRequest, offsets: OffsetExchange | None = None) -> None:
         self.request, self.target = request, nothing_yet(request.call.rank)
         # Before the state is read: a rank that hangs in user code can then be asked where it is.
-        place = request.call.place or request.store.url
         self.operation = Operation(
             "load",
-            f"load of {place}",
-            place,
+            f"load of {request.store.url}",
+            request.call.place or request.store.url,
             request.call,
             LOAD_TRANSITIONS,
             arguments={

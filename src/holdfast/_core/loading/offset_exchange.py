@@ -111,9 +111,8 @@ def exchange_offsets(
 ) -> OffsetExchange:
     """Send this rank's lengths along uneven axes, and receive the offsets of its shards."""
     place = call.place or store.url
-    lengths = OffsetExchange(f"lengths for the load of {place}", f"{place}|lengths", call).of(
-        table, collect_error
-    )
+    title = f"lengths for the load of {store.url}"
+    lengths = OffsetExchange(title, f"{place}|lengths", call).of(table, collect_error)
     lengths.run()
     return lengths
 

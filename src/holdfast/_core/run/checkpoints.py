@@ -237,7 +237,7 @@ class Checkpoints(RunFolder):
         self._settle()
         call = begin_call(self._job)
 
-        def remove(answers: dict[int, Json]) -> None:
+        def remove(answers: dict[int, Json]) -> Json:
             self._permit(call, lambda: None)
             with self._old.tidying:
                 if capabilities(self.store).pins:
@@ -253,8 +253,9 @@ class Checkpoints(RunFolder):
                     raise Conflict(
                         f"Step {step} in {self.store.url} is being read.", hint="Delete it after that."
                     )
+            return None if self._tier is None else self._tier.newest()
 
         title = f"removal of step {step} from {self.store.url}"
-        agree(title, f"{self.store.url}|delete|{step}", remove, call)
+        newest = agree(title, f"{self.store.url}|delete|{step}", remove, call)
         if self._tier is not None and self._has_tier():
-            self._tier.forget(step, call.rank)
+            self._tier.forget(step, call.rank, tuple(newest))

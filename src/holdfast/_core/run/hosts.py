@@ -11,20 +11,25 @@ but what they hold can still be restored. Then ranks share a folder that is the 
 from __future__ import annotations
 
 import os
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 
 import msgspec
 
 from holdfast._core.base.values import NO_JSON, Json
+from holdfast._core.format.local_copy import read_copy
 from holdfast._core.format.names import LOCAL
+from holdfast._core.io.index_file import open_index
 from holdfast._core.protocol.call import Call
 from holdfast._core.protocol.operation import agree
 from holdfast._core.ready import ready
 from holdfast._core.store.base import VERSION_BYTES, NotFound, Store, replace_file
 from holdfast.errors import HoldfastError
 
+COPY = re.compile(r"step-[0-9]{8,18}\.([0-9]{1,18})-[0-9]{1,18}\Z")
+"""The name of a copy's folder, with the number of the start."""
 HERE = ".holdfast-here-"
 """Begins the names of the files by which ranks find out who shares a folder."""
 
@@ -50,8 +55,8 @@ class Start(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     folder: str
     """As `LocalCopy.folder`. A new name if the folder had none, or is a copy of another host's."""
-    newest: str
-    """The save of the run's newest step, as `local_copy.save_of`; "" if there was none."""
+    newest: tuple[str, int]
+    """The save of the run's newest step, and its number, as `local_copy.Ancestry` tells them."""
     only_reads: str = ""
     """Why nothing can be saved into the local folders; "" if it can."""
 
@@ -70,19 +75,31 @@ def read_state(store: Store) -> FolderState | None:
         return None
 
 
+def _state_by_copies(store: Store, names: Iterable[str]) -> FolderState | None:
+    """Return whose a local folder is by its copies, if its file was lost; None if there is none that tells.
+    names: what it holds."""
+    copies = {name[:-1]: int(match[1]) for name in names if (match := COPY.match(name[:-1]))}
+    for folder in sorted(copies, key=copies.__getitem__, reverse=True):
+        with suppress(HoldfastError), open_index(store.child(folder)) as index:
+            if (copy := read_copy(index.about)) is not None:
+                return FolderState(copy.run, copy.folder, max(copies.values()))
+    return None
+
+
 def write_state(store: Store, run: str, start: Start) -> None:
     """Say whose a local folder is, before its first copy of this start is committed."""
     state = FolderState(run, start.folder, start.number, secrets.token_hex(VERSION_BYTES))
     replace_file(store, LOCAL, msgspec.json.encode(state))
 
 
-def meet_on_hosts(store: Store, run: str, call: Call, newest: Callable[[], str]) -> Start | str:
+def meet_on_hosts(store: Store, run: str, call: Call, newest: Callable[[], tuple[str, int]]) -> Start | str:
     """Return what all ranks agree on; or, on all ranks, why a folder can't be used.
 
-    newest: the committer: returns the save of the run's newest step.
+    newest: the committer: returns `Start.newest`.
     """
     mine = f"{HERE}{secrets.token_hex(8)}"
-    title = f"question which ranks share a local folder of {run}"
+    # It stands in the errors of ranks to which local= was not given.
+    title = f"question which ranks share a local folder (local=, on all ranks or on none) of {run}"
     try:
         told: Json = {"file": mine}
         try:
@@ -115,7 +132,8 @@ def _seen(store: Store, run: str, files: dict[str, str]) -> Json:
     """Return which ranks' files this rank sees, or, if there are none, which folder it has; and whose the
     folder is."""
     try:
-        names, state = set(store.list()), read_state(store)
+        names = set(store.list())
+        state = read_state(store) or _state_by_copies(store, names)
     except HoldfastError as error:
         return {"why": error.message}
     if state is not None and state.run != run:
@@ -139,7 +157,7 @@ def _place(path: str) -> str:
     return f"{kernel}/{found.st_dev}/{found.st_ino}"
 
 
-def _hosts(told: dict[int, Json], newest: str) -> Json:
+def _hosts(told: dict[int, Json], newest: tuple[str, int]) -> Json:
     """Committer: group the ranks, and give each group the name of its folder."""
     for rank, one in sorted(told.items()):
         if "why" in one:

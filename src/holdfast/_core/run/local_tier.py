@@ -18,6 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from holdfast._core.background.local_save import LocalSave
 from holdfast._core.base.values import Json, Message
@@ -29,7 +30,7 @@ from holdfast._core.io.old_steps import remove_step
 from holdfast._core.layout.ranks import ranks_of, ranks_text
 from holdfast._core.protocol.call import Call
 from holdfast._core.ready import ready
-from holdfast._core.run.hosts import HERE, Start, meet_on_hosts, read_state, write_state
+from holdfast._core.run.hosts import COPY, HERE, Start, meet_on_hosts, read_state, write_state
 from holdfast._core.run.owner import Lease, lease_of
 from holdfast._core.saving.job import SaveJob
 from holdfast._core.saving.request import PREVIOUS, SaveRequest
@@ -41,7 +42,6 @@ from holdfast.errors import BadInput, HoldfastError
 log = logging.getLogger("holdfast")
 DURABLE = "durable"
 """A file in a copy's folder: its step has been committed in the run."""
-_COPY = re.compile(r"step-[0-9]{8,18}\.[0-9]+-[0-9]+\Z")
 LOOKED_AT = 3
 """Of how many of the run's newest steps an index is read, if those before can't be read."""
 
@@ -95,7 +95,7 @@ class LocalTier:
         can't be used."""
         if self._ranks != call.participants:
             self._start = None
-            found = meet_on_hosts(self.store, self.run.url, call, self._newest)
+            found = meet_on_hosts(self.store, self.run.url, call, self.newest)
             self._ranks = call.participants
             why = found if isinstance(found, str) else found.only_reads
             if why:
@@ -103,7 +103,7 @@ class LocalTier:
                 what = "is not used" if isinstance(found, str) else "is used to restore only"
                 log.log(level, "local= %s, so saves go to %s at once: %s", what, self.run.url, why)
             if isinstance(found, Start):
-                self._start, self._ancestry = found, Ancestry(found.newest)
+                self._start, self._ancestry = found, Ancestry(*found.newest)
         return self._start
 
     def begin_save(self, call: Call) -> bool:
@@ -111,11 +111,12 @@ class LocalTier:
         start = self.begin(call)
         return start is not None and not start.only_reads
 
-    def _newest(self) -> str:
+    def newest(self) -> tuple[str, int]:
+        """Return the save of the newest durable step, and its number."""
         # Without the run a save can still be committed locally; whether it is the newest can't be told then.
         with suppress(HoldfastError):
-            return newest_durable(self.run).save
-        return ""
+            return newest_durable(self.run)[:2]
+        return "", -1
 
     def leave(self, user: object) -> None:
         """Release the folder."""
@@ -153,10 +154,7 @@ class LocalTier:
             ranks=ranks_text(call.participants),
             held_by=ranks_text(start.ranks),
             is_part=is_part,
-            base=self._ancestry.base,
-            parent=self._ancestry.parent,
-            origin=self._ancestry.origin,
-            origin_step=self._ancestry.origin_step,
+            **structs.asdict(self._ancestry),
         )
 
         def permit(tick: Callable[[], None], attempt: str) -> None:
@@ -197,26 +195,31 @@ class LocalTier:
         return None if copy.is_part or in_run is None else in_run()
 
     def _is_durable(self, name: str, number: int, step: int, save: str, rank: int) -> None:
-        """Mark a copy whose step is durable, and remove the copies that were saved before it."""
+        """Mark a copy whose step is durable, and remove the copies that were saved before it; but those of
+        other starts only if the run follows this one."""
         start = self._start
         assert start is not None
         # One at a time, and in order: the copy of a save that was slower than a later one is gone.
         with self._writing, suppress(HoldfastError):
             if number < self._durable:
                 return
-            self._durable, self._ancestry = number, Ancestry(save, "", save, step)
+            self._durable = number
+            follows = self._ancestry.is_followed(step, self._ancestry.base_step)
+            if follows:
+                self._ancestry = Ancestry(save, step, "", save, step)
             if rank != start.ranks[0]:
                 return
             if not self._lease.is_held():
                 return
             replace_file(self.store, f"{name}/{DURABLE}", save.encode())
-            for before in [one for one, saved in [*self._saved.items()] if saved < number]:
+            old = [one for one, saved in [*self._saved.items()] if saved < number]
+            for before in old:
                 self._saved.pop(before, None)
             for found in self.store.list():
                 folder = found.removesuffix("/")
                 if folder.startswith(HERE):  # of a rank that was killed
                     self.store.delete(folder)
-                elif _COPY.match(folder) and self._saved.get(folder, 0) < number:
+                elif folder in old or (follows and COPY.match(folder) and folder not in self._saved):
                     self._remove(folder)
 
     def _remove(self, folder: str) -> None:
@@ -228,8 +231,10 @@ class LocalTier:
                 step.delete(DURABLE)
                 step.remove()
 
-    def forget(self, step: int, rank: int) -> None:
-        """Remove the copies of a step, which was removed from the run."""
+    def forget(self, step: int, rank: int, newest: tuple[str, int]) -> None:
+        """Remove the copies of a step, which was removed from the run. newest: as `newest` returns it now."""
+        # Steps that are saved from now on are no part of what was removed.
+        self._ancestry = structs.replace(self._ancestry, base=newest[0], base_step=newest[1])
         leads = self._start is not None and rank == self._start.ranks[0]
         for copy in self._copies() if leads else ():
             if copy.about.step == step:
@@ -252,7 +257,7 @@ class LocalTier:
         with suppress(HoldfastError):
             for name in self.store.list():
                 folder = name.removesuffix("/")
-                if not _COPY.match(folder):
+                if not COPY.match(folder):
                     continue
                 # A damaged index, or none: no copy.
                 with suppress(HoldfastError), open_index(self.store.child(folder)) as index:
@@ -275,6 +280,9 @@ class LocalTier:
         of_rank = [{one["about"]["save"]: one for one in copies} for copies in told.values()]
         everyone = ranks_text(tuple(sorted(told)))
         durable = newest_durable(self.run, step, passed)
+        # A job that goes back to an older step leaves the newest one behind: that is what its saves follow.
+        newest = durable if step is None and not passed else newest_durable(self.run)
+        before = durable if step is None else newest
         best: LocalCopy | None = None
         folder = ""
         for save in set.intersection(*map(set, of_rank)):
@@ -288,13 +296,11 @@ class LocalTier:
             ):
                 continue
             was_durable = any(one[save]["durable"] for one in of_rank)
-            if step not in (None, first.step) or not _counts(first, was_durable, durable, step):
+            if step not in (None, first.step) or not _counts(first, was_durable, durable, before, step):
                 continue
             if best is None or (first.start, first.number) > (best.start, best.number):
                 best, folder = first, of_rank[0][save]["folder"]
-        # A job that goes back to an older step leaves the newest one behind: that is what its saves follow.
-        newest = durable if step is None and not passed else newest_durable(self.run)
-        ancestry = Ancestry(newest.save, "", durable.save, durable.step)
+        ancestry = Ancestry(newest.save, newest.step, "", durable.save, durable.step)
         if best is None or best.save == durable.save:
             return best, folder, ancestry
         return best, folder, ancestry.of_copy(best)
@@ -304,17 +310,21 @@ class LocalTier:
         self._ancestry = ancestry
 
 
-def _counts(copy: LocalCopy, was_durable: bool, durable: Newest, step: int | None) -> bool:
-    """Return whether a local copy is of the newest durable step or newer."""
+def _counts(copy: LocalCopy, was_durable: bool, durable: Newest, before: Newest, step: int | None) -> bool:
+    """Return whether a local copy is of a durable step, or newer than the one `before`.
+
+    step: if it was asked for. If no durable step has its number, any copy counts that was not durable.
+    """
     if copy.save == durable.save or (was_durable and copy.step in durable.unread):
         return True
     if was_durable:
         return False  # its step was removed from the run since, or the run has gone another way
-    if step is not None:
-        return not durable.save
-    if durable.unread and not durable.save:
-        return copy.step > max(durable.unread)
-    return is_newer(copy, durable.save)
+    if step is not None and not durable.save:
+        return True
+    # Of a step that can't be read only the number tells that a copy goes on from it.
+    if before.unread and not copy.is_followed(copy.step, before.unread[0]):
+        return False
+    return copy.base_step in before.unread or is_newer(copy, before.save, before.step)
 
 
 def newest_durable(run: Store, step: int | None = None, passed: tuple[int, ...] = ()) -> Newest:
