@@ -157,7 +157,7 @@ class _Job:
                 with closing(open_known(self.store, name, size, first, length)) as reader:
                     # Before any of its bytes are read into a target.
                     if reader.size != size:
-                        raise OtherSize(reader.size)
+                        raise OtherSize.of(reader.size)
                     work = partial(self._some, reader, name)
                     done += sum(on_threads(threads, "holdfast-read", work, parts))
             except OtherSize as error:

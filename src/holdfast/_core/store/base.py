@@ -53,9 +53,13 @@ class Unsettled(StorageError):
 class OtherSize(StorageError):
     """A file has another size than `open_known` was told."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(f"It has {size} bytes.")
-        self.size = size
+    @classmethod
+    def of(cls, size: int) -> OtherSize:
+        return cls(f"It has {size} bytes.", details={"size": size})
+
+    @property
+    def size(self) -> int:
+        return int(self.details["size"])
 
 
 class Kind(Enum):

@@ -113,7 +113,7 @@ class ObjectReader:
             if status == 412:
                 raise self._replaced() from None
             if status == 416:  # it ends before these bytes
-                raise OtherSize(ObjectReader(self._client, self._key, self._deadline, 0).size) from None
+                raise OtherSize.of(ObjectReader(self._client, self._key, self._deadline, 0).size) from None
             raise
         version = version_in(meta)
         with self._lock:  # requests that began before the first answer had no condition
@@ -122,7 +122,7 @@ class ObjectReader:
         if version.get("e_tag") != self._version.get("e_tag"):
             raise self._replaced()
         if meta["size"] != self.size:
-            raise OtherSize(meta["size"])
+            raise OtherSize.of(meta["size"])
         data = memoryview(found)
         if len(data) != stop - start:
             raise StorageError(
