@@ -361,6 +361,8 @@ class History:
             or (not in_run and any(save.was_removed for save in self.saves.values()))
         ):
             answers |= self._rest(in_run, here)
+        if self.note_lost:  # copies that follow what was left behind count again
+            answers |= here
         return answers
 
     def _walk(self, number: int | None, in_run: set[int], here: set[int]) -> set[int | None]:
