@@ -122,7 +122,7 @@ class Job:
         try:
             self._rank(rank)
         except BaseException:
-            self.failure = traceback.format_exc()
+            self.failure = self.failure or traceback.format_exc()
 
     def _obey(self) -> None:
         """Make this process do and die as planned."""
@@ -632,7 +632,6 @@ def indexes(top: Path) -> Iterator[tuple[int, Path]]:
 
 def live(folder: Path, seeds: range, starts: int, has_local: bool) -> Counter[str]:
     """Live through a history for each seed."""
-    torch.set_num_threads(1)
     found: Counter[str] = Counter()
     for seed in seeds:
         history = History(folder / str(seed), seed, has_local)
