@@ -122,7 +122,7 @@ class Job:
         try:
             self._rank(rank)
         except BaseException:
-            self.failure = traceback.format_exc()
+            self.failure = self.failure or traceback.format_exc()
 
     def _obey(self) -> None:
         """Make this process do and die as planned."""
@@ -361,6 +361,8 @@ class History:
             or (not in_run and any(save.was_removed for save in self.saves.values()))
         ):
             answers |= self._rest(in_run, here)
+        if self.note_lost:  # copies that follow what was left behind count again
+            answers |= here
         return answers
 
     def _walk(self, number: int | None, in_run: set[int], here: set[int]) -> set[int | None]:
@@ -390,7 +392,10 @@ class History:
         line = [one for tip in tips for one in (tip, *self._line(self.saves[tip]))]
         alike = {number for number in in_run | here if self.saves[number].step == step}
         mine = max(alike.intersection(line), default=None)
-        is_gone = mine is not None and mine not in in_run and self.saves[mine].was_durable
+        # A copy counts before it is durable, and until a later save is.
+        is_gone = mine not in in_run and any(
+            save.was_durable or save.is_aside for save in self.saves.values() if save.id >= (mine or 0)
+        )
         return {*alike, None} if mine is None or is_gone or self.note_lost else {mine}
 
     # -- what happens ---------------------------------------------------------------------------------
@@ -510,7 +515,7 @@ class History:
                 is_first = begun[0] not in mine
                 # A step above all others: the older one may have been loaded for a comparison.
                 if is_first and step > above and (rank in went_back or begun == (None,)):
-                    begun = (*begun, *allowed[None])
+                    begun = (*begun, *allowed[None], *in_run)
                 save = self.saves[number] = Save(number, step, plan.place, tuple(dict.fromkeys(begun)))
                 # A step aside leads to steps aside, until one is not below all others.
                 before = None if is_first else self.saves[begun[0] or 0]
@@ -542,7 +547,12 @@ class History:
         for number in self.promised:
             save = self.saves[number]
             is_local = len(local.get(number, ())) == save.place[1]
-            if not (number in there or is_local or save.is_aside or number < max(durable, default=-1)):
+            is_over = any(
+                other.was_durable and (not other.is_aside or other.step == save.step)
+                for other in self.saves.values()
+                if other.id > number
+            )
+            if not (number in there or is_local or save.is_aside or is_over):
                 raise Wrong(f"save {number} is gone")
         if self.note_lost or any(save.is_aside for save in self.saves.values()) or not durable:
             return
@@ -622,7 +632,6 @@ def indexes(top: Path) -> Iterator[tuple[int, Path]]:
 
 def live(folder: Path, seeds: range, starts: int, has_local: bool) -> Counter[str]:
     """Live through a history for each seed."""
-    torch.set_num_threads(1)
     found: Counter[str] = Counter()
     for seed in seeds:
         history = History(folder / str(seed), seed, has_local)
