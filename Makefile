@@ -1,8 +1,8 @@
 # Every target makes .venv by itself; nothing else needs to be installed first.
 PYTHON ?= python3
 VENV ?= .venv
-# Processes of pytest. On two cores: tests mostly wait, for ranks, a disk or a timeout.
-WORKERS ?= 4
+# Processes of pytest. On two cores: tests mostly wait, for ranks, a disk or a timeout, and fewer processes leave the cores idle.
+WORKERS ?= 6
 # Which of the supported versions of megatron-core: `oldest` or `newest`, as in pyproject.toml.
 MEGATRON ?= oldest
 BIN := $(VENV)/bin
