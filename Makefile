@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 # Processes of pytest. On two cores: tests mostly wait, for ranks, a disk or a timeout, and fewer processes leave the cores idle.
-WORKERS ?= 6
+WORKERS ?= 5
 # Which of the supported versions of megatron-core: `oldest` or `newest`, as in pyproject.toml.
 MEGATRON ?= oldest
 BIN := $(VENV)/bin
