@@ -230,7 +230,7 @@ def test_a_save_that_is_cancelled_or_waited_for_too_briefly(
     with pytest.raises(DeadlineExceeded, match=r"was not committed within 0.3 s: it is in phase"):
         pending.committed(0.3)
     assert pending.cancel()
-    with pytest.raises(HoldfastError, match="was cancelled on rank 0"):
+    with pytest.raises(HoldfastError, match=r"was cancelled\."):
         pending.committed(10)
     assert not pending.cancel()
     assert not (tmp_path / "a" / "index.safetensors").exists()
