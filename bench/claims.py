@@ -47,6 +47,20 @@ CLAIMS = (
         0.9,
     ),
     Claim(
+        "docs/storage.md",
+        "at most 1.2 times as long as plain obstore with the same parts",
+        "objects",
+        "save 0.10 GB, moto / obstore",
+        0.84,
+    ),
+    Claim(
+        "docs/storage.md",
+        "at most 1.2 times as long as plain obstore with the same parts",
+        "objects",
+        "load 0.10 GB, moto / obstore",
+        0.84,
+    ),
+    Claim(
         "docs/questions.md",
         "about 0.1 s a GB and core",
         "defaults",
