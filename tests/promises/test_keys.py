@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -367,12 +368,13 @@ def cell(row: str, attack: str, said: str, folder: Path, monkeypatch: pytest.Mon
 
     said: what the table says of it.
     """
-    at_first = SECONDS[said]
+    at_first, found = SECONDS[said], ""
     for seconds in (at_first, *(longer for longer in (10.0, 30.0) if longer > at_first)):
         found = reached(row, attack, seconds, folder.with_name(f"{folder.name}-{seconds:g}"), monkeypatch)
-        if found:
+        if found == said:  # else a slow machine may have needed more time
             return found
-    raise AssertionError(f"{ROWS[row].pattern} was not written within 30 s")
+    assert found, f"{ROWS[row].pattern} was not written within 30 s"
+    return found
 
 
 def reached(row: str, attack: str, seconds: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -393,6 +395,10 @@ def reached(row: str, attack: str, seconds: float, folder: Path, monkeypatch: py
         (stranger.before if first else stranger.at)(key.pattern, attacker.now)
     stranger.seconds, begun = seconds, time.monotonic()
     ends = on_each(lambda roster: key.scenario(roster, folder, number), stranger.rosters)
+    took = time.monotonic() - begun
+    # A call may return before its rank has left it: the counter of those that have left comes after that.
+    with suppress(AssertionError):
+        wait_until(lambda: attacker.attacked or not key.pattern, 5.0)
     if key.pattern and not attacker.attacked:
         return ""
     if key.scenario is save:
@@ -401,7 +407,7 @@ def reached(row: str, attack: str, seconds: float, folder: Path, monkeypatch: py
         return "believed"
     if ends != [RIGHT] * 2:
         return "fails"
-    return "nothing" if time.monotonic() - begun < stranger.seconds else "late"
+    return "nothing" if took < stranger.seconds else "late"
 
 
 def between(row: str, attack: str, stranger: Stranger, name: str) -> None:
