@@ -352,6 +352,13 @@ class History:
                 continue
             if save.was_durable or (number in here and not save.is_cut_off):
                 answers |= self._walk(number, in_run, here)
+                if number not in in_run:
+                    # If a step is damaged, the one before it is loaded. If users have removed what a copy had
+                    # left behind, nothing tells that the run follows the copy.
+                    is_doubtful = any(other.was_removed for other in self.saves.values() if other.id < number)
+                    before = [one for one in in_run if self.saves[one].step < save.step or is_doubtful]
+                    if before and (number not in here or is_doubtful):
+                        answers.add(max(before, key=lambda one: self.saves[one].step))
                 break
             # Copies that can't be used may tell of it, or the note of what it has left behind.
             answers |= self._walk(number, in_run, here)
@@ -548,7 +555,7 @@ class History:
             save = self.saves[number]
             is_local = len(local.get(number, ())) == save.place[1]
             is_over = any(
-                other.was_durable and (not other.is_aside or other.step == save.step)
+                (other.was_durable or other.was_removed) and (not other.is_aside or other.step == save.step)
                 for other in self.saves.values()
                 if other.id > number
             )
