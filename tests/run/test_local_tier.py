@@ -241,6 +241,9 @@ def test_a_damaged_step_of_the_run_is_restored_from_the_hosts(cluster: Cluster) 
     assert cluster.restore()[:2] == (2, LOCAL)
     garble_index(Path(cluster.run) / "step-00000002")
     assert cluster.restore()[:2] == (2, LOCAL)
+    cluster.start(restore_and_save, [3])
+    assert not (Path(cluster.run) / LEFT).exists(), "the run has not gone back"
+    assert cluster.restore()[:2] == (3, LOCAL)
 
 
 def test_hosts_that_have_changed_places(cluster: Cluster) -> None:

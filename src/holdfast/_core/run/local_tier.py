@@ -284,7 +284,7 @@ class LocalTier:
         newest = durable if step is None and not passed else newest_durable(self.run)
         before = durable if step is None else newest
         best: LocalCopy | None = None
-        folder = ""
+        folder, is_in_run = "", False
         for save in set.intersection(*map(set, of_rank)):
             copies = [msgspec.convert(one[save]["about"], ready(LocalCopy)) for one in of_rank]
             first = copies[0]
@@ -299,10 +299,12 @@ class LocalTier:
             if step not in (None, first.step) or not _counts(first, was_durable, durable, before, step):
                 continue
             if best is None or (first.start, first.number) > (best.start, best.number):
-                best, folder = first, of_rank[0][save]["folder"]
+                best, folder, is_in_run = first, of_rank[0][save]["folder"], was_durable
         ancestry = Ancestry(newest.save, newest.step, "", durable.save, durable.step)
         if best is None or best.save == durable.save:
             return best, folder, ancestry
+        if is_in_run:  # where its index can't be read
+            return best, folder, Ancestry(newest.save, newest.step, best.save, best.save, best.step)
         return best, folder, ancestry.of_copy(best)
 
     def restored(self, ancestry: Ancestry) -> None:
