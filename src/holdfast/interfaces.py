@@ -4,6 +4,6 @@
 """
 
 from holdfast._core.roster.base import Roster
-from holdfast._core.store.base import Capabilities, Entry, Kind, NotFound, Reader, Store, Writer
+from holdfast._core.store.base import Capabilities, Entry, Kind, NotFound, OtherSize, Reader, Store, Writer
 
-__all__ = ["Capabilities", "Entry", "Kind", "NotFound", "Reader", "Roster", "Store", "Writer"]
+__all__ = ["Capabilities", "Entry", "Kind", "NotFound", "OtherSize", "Reader", "Roster", "Store", "Writer"]

@@ -371,7 +371,8 @@ def cell(row: str, attack: str, said: str, folder: Path, monkeypatch: pytest.Mon
     at_first, found = SECONDS[said], ""
     for seconds in (at_first, *(longer for longer in (10.0, 30.0) if longer > at_first)):
         found = reached(row, attack, seconds, folder.with_name(f"{folder.name}-{seconds:g}"), monkeypatch)
-        if found == said:  # else a slow machine may have needed more time
+        is_too_early = (said, found) == ("late", "fails")  # a slow machine is later than a short deadline
+        if found and not is_too_early:
             return found
     assert found, f"{ROWS[row].pattern} was not written within 30 s"
     return found

@@ -64,6 +64,7 @@ def test_a_url_in_the_environment_is_told_and_ends_no_training(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOLDFAST_EVENTS", "s3://bucket/run")
+    monkeypatch.setenv("HOLDFAST_ROLL_CALLS", "s3://bucket/calls")
     holdfast.install("torch-dcp", session=False)
     try:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -71,6 +72,7 @@ def test_a_url_in_the_environment_is_told_and_ends_no_training(
     finally:
         holdfast.uninstall()
     assert "HOLDFAST_EVENTS: Events are recorded in files: 's3://bucket/run' is no path." in caplog.text
+    assert "HOLDFAST_ROLL_CALLS names no folder" in caplog.text
     assert roll_call_folder() == ""
     assert list(tmp_path.iterdir()) == []
 

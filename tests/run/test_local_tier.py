@@ -26,7 +26,6 @@ from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import BadInput, DeadlineExceeded
 from tests.run import tier_jobs as jobs
 from tests.support.processes import ProcessWorld
-from tests.support.writers import forked_writers
 
 ALONE = holdfast.Job(no_dist=True)
 
@@ -39,7 +38,7 @@ class Worlds:
 
     def run(self, size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
         if size not in self._living:
-            self._living[size] = ProcessWorld(size, env=forked_writers())
+            self._living[size] = ProcessWorld(size)
         self._living[size].start(job, *args)
         found = self._living[size].collect(60.0)
         if any(result.died or result.error for result in found):

@@ -17,7 +17,6 @@ from tests.run import tier_jobs as jobs
 from tests.run.test_local_tier import cut_short, flip, garble_index, lose_all, lose_data, lose_index
 from tests.support.object_servers import BUCKET, Proxy, moto, s3_environment
 from tests.support.processes import ProcessWorld
-from tests.support.writers import forked_writers
 
 HOSTS, RANKS = 2, 4
 HARMS = [flip, cut_short, lose_data, garble_index, lose_index, lose_all]
@@ -89,7 +88,7 @@ def deaths(folder: Path, seed: int, starts: int, proxy: Proxy | None = None) -> 
             path.unlink(missing_ok=True)
         if proxy is not None:
             proxy.rule = lambda *_: "pass"
-        with ProcessWorld(RANKS, env={**env, **forked_writers()}) as world:
+        with ProcessWorld(RANKS, env=env) as world:
             world.start(jobs.train_until_killed, run, str(folder), HOSTS, salt)
             # Mostly until some saves are committed: a start that is killed earlier tells little.
             lines = dice.choice([0, 1, 3, 5, 7, 9])

@@ -258,6 +258,13 @@ def test_what_stays_of_a_removed_step_is_said(run: str, tmp_path: Path) -> None:
     assert told("verify", run)[0] == 0
 
 
+def plant_note(store: Store) -> None:
+    """Let a note say that the data of step 1 is to be deleted."""
+    [data] = store.list(f"{folder(1)}/data")
+    note = removal.Note(folder(1), [f"data/{data}"])
+    plant(store, {f"{REMOVED}/{folder(1)}.0123456789abcdef": msgspec.json.encode(note)})
+
+
 def test_a_removed_step_whose_data_is_kept_can_be_brought_back_until_the_data_goes(run: str) -> None:
     saved(run, 1, 2, keep=1)
     first, store = f"{run}/{folder(1)}", open_store(run)
@@ -267,9 +274,7 @@ def test_a_removed_step_whose_data_is_kept_can_be_brought_back_until_the_data_go
     assert prune(run, keep=1).kept == (2,)
     holds(run, 2)
     # Now the data is to be deleted: a note says so.
-    [data] = store.list(f"{folder(1)}/data")
-    note = removal.Note(folder(1), [f"data/{data}"])
-    plant(store, {f"{REMOVED}/{folder(1)}.0123456789abcdef": msgspec.json.encode(note)})
+    plant_note(store)
     with pytest.raises(BadInput, match="is being removed"):
         reindex(first)
     assert store.stat(f"{folder(1)}/{INDEX}") is None
@@ -279,12 +284,10 @@ def test_reindex_gives_way_to_who_deletes_meanwhile(run: str, monkeypatch: pytes
     """The note comes between the look at the notes and the index."""
     saved(run, 1, 2, keep=1)
     first, store = f"{run}/{folder(1)}", open_store(run)
-    [data] = store.list(f"{folder(1)}/data")
-    note = removal.Note(folder(1), [f"data/{data}"])
     real = ObjectStore.publish
 
     def later(self: ObjectStore, path: str, content: bytes, replacing: bytes | None) -> None:
-        plant(store, {f"{REMOVED}/{folder(1)}.0123456789abcdef": msgspec.json.encode(note)})
+        plant_note(store)
         real(self, path, content, replacing)
 
     monkeypatch.setattr(ObjectStore, "publish", later)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +165,9 @@ class AtOnce(MemoryStore):
         super().__init__()
         self.calls: list[str] = []
 
-    def stat_files(self, paths: Sequence[str]) -> list[Entry | None]:
+    def begin_stats(self, paths: Sequence[str]) -> Callable[[], list[Entry | None]]:
         self.calls.append(f"{len(paths)} files")
-        return [Entry(Kind.FILE, 9, 0.0) if path in self.files else None for path in paths]
+        return lambda: [Entry(Kind.FILE, 9, 0.0) if path in self.files else None for path in paths]
 
     def stat(self, path: str = "") -> Entry | None:
         self.calls.append("stat")

@@ -102,11 +102,11 @@ class AskingStore:
         return False
 
     def stat(self, path: str = "") -> Entry | None:
-        return self.stat_files([path])[0]
+        size = self._script.ask(("head", self.key(path)))
+        return None if size is None else Entry(Kind.FILE, size, 0.0)  # type: ignore[arg-type]
 
-    def stat_files(self, paths: Sequence[str]) -> list[Entry | None]:
-        sizes = [self._script.ask(("head", self.key(path))) for path in paths]
-        return [None if size is None else Entry(Kind.FILE, size, 0.0) for size in sizes]  # type: ignore[arg-type]
+    def begin_stats(self, paths: Sequence[str]) -> Callable[[], list[Entry | None]]:
+        return lambda: [self.stat(path) for path in paths]
 
     def list(self, folder: str = "") -> list[str]:
         found: Any = self._script.ask(("list", f"{self._prefix}/{folder}".rstrip("/") + "/"))

@@ -29,8 +29,6 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-from tests.support.writers import use_forked_writers
-
 BASE = (
     *("torch", "torch.distributed", "torch.distributed.tensor"),
     *("holdfast._core.run.checkpoints", "holdfast._frameworks.install"),
@@ -250,7 +248,6 @@ def _serve(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    use_forked_writers()
     try:
         store = _connect(rank, port, port_file)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

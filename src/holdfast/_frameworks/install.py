@@ -9,6 +9,7 @@ its import. `uninstall()` puts the originals back. Importing Holdfast replaces n
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -148,6 +149,8 @@ class _Installation:
                 self.end_record = events.record(event_folder())
             except BadInput as error:
                 log.warning("HOLDFAST_EVENTS: %s", error)  # no reason to end the training
+        if "://" in os.environ.get("HOLDFAST_ROLL_CALLS", "") and self.roll_call is None:
+            log.warning("HOLDFAST_ROLL_CALLS names no folder, so answers to roll calls go to the log alone.")
         if dist.get_world_size() > 1:
             roster = find_roster(Job())
             _connect(roster)

@@ -21,7 +21,16 @@ from functools import partial
 
 import pytest
 
-from holdfast._core.store.base import VERSION_BYTES, Kind, NotFound, Store, capabilities
+from holdfast._core.store.base import (
+    VERSION_BYTES,
+    Kind,
+    NotFound,
+    OtherSize,
+    Store,
+    capabilities,
+    look_at_files,
+    open_known,
+)
 from holdfast.errors import BadInput, Conflict, StorageError
 from holdfast.testing.store_actions import content, put, race
 
@@ -112,6 +121,43 @@ class StoreContract:
         found = race([partial(reader.read, start, 100) for start in starts])
         assert found == [data[start : start + 100] for start in starts]
         reader.close()
+
+    # What a store may be able to do (`Capabilities`); the defaults of others are tested, too.
+
+    def test_a_file_of_known_size(self, store: Store) -> None:
+        data = bytes(range(256)) * 1024
+        put(store, "a", data)
+        for first, length in ((0, len(data)), (1000, 200_000), (1000, 10)):
+            reader = open_known(store, "a", len(data), first, length)
+            assert reader.size == len(data)
+            assert bytes(reader.read(first, length)) == data[first : first + length]
+            assert bytes(reader.read(len(data) - 7, 7)) == data[-7:]
+            reader.close()
+
+    def test_a_file_of_another_size_than_is_known_is_noticed_before_a_buffer_is_filled(
+        self, store: Store
+    ) -> None:
+        put(store, "a", bytes(range(256)) * 1024)
+        for size in (200_000, 300_000):
+            buffer = bytearray(150_000)
+            reader = open_known(store, "a", size, 0, size)
+            found = reader.size
+            if found == size:  # it makes no request before the first read
+                with pytest.raises(OtherSize) as caught:
+                    reader.read_into(0, [buffer])
+                found = caught.value.size
+            assert found == 256 * 1024
+            assert not any(buffer)
+            reader.close()
+
+    def test_looks_at_several_files(self, store: Store) -> None:
+        for name in ("a", "d/b"):
+            put(store, name, b"123")
+        look = look_at_files(store, ["a", "d/b", "d/c"])
+        assert [(entry.kind, entry.size) for entry in map(look, ("a", "d/b")) if entry is not None] == [
+            (Kind.FILE, 3)
+        ] * 2
+        assert look("d/c") is None
 
     def test_create_is_exclusive(self, store: Store) -> None:
         if not capabilities(store).exclusive_create:

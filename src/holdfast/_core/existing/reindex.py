@@ -110,9 +110,8 @@ def reindex(path: Folder, dry_run: bool = False, force: bool = False, only: Sequ
         store.publish(INDEX, data, before)
         if before is None:
             try:
-                _check_not_going(
-                    store, columns
-                )  # again: who deletes writes a note, and then looks at the index
+                # Again: a remover writes its note, and then looks at the index.
+                _check_not_going(store, columns)
             except HoldfastError:
                 store.delete(INDEX)
                 raise

@@ -36,7 +36,7 @@ from holdfast._core.saving.one_at_a_time import publishing
 from holdfast._core.saving.request import PREVIOUS, SaveRequest
 from holdfast._core.state.flatten import build_shard_table, flatten, select
 from holdfast._core.state.memory import CallerStreams
-from holdfast._core.store.base import Entry, Folder, Kind, begin_stat, capabilities
+from holdfast._core.store.base import Entry, Folder, Kind, capabilities, look_at_files
 from holdfast._core.store.local import open_store
 from holdfast.errors import CommitUnconfirmed, HoldfastError, IdleRanks, SaveFailed, StorageError
 
@@ -126,7 +126,7 @@ class SaveJob:
             {"include": request.include, "exclude": request.exclude},
         )
         self.is_committer = self.operation.context.is_committer
-        self._own_entry: Callable[[], Entry | None] | None = None
+        self._look: Callable[[str], Entry | None] | None = None
         """Returns what is there by the name of this rank's first file."""
         self.commit: Commit | None = None
         self._publishes = False
@@ -201,7 +201,7 @@ class SaveJob:
             # First of all: a job that doesn't own the run folder reads and writes nothing.
             self.request.permit(self.operation.tick, self.attempt)
         # While the committer reads the index.
-        self._own_entry = begin_stat(self.store, self._own_name())
+        self._look = look_at_files(self.store, [self._own_name()])
         if self.is_committer:
             self.commit = begin_commit(self.request, self.operation, self.grid)
 
@@ -227,8 +227,8 @@ class SaveJob:
         request = self.request
         # The message store names the attempt. With a name of an earlier one, what is deleted after a failure
         # would be the files of that one.
-        assert self._own_entry is not None
-        if self._own_entry() is not None:
+        assert self._look is not None
+        if self._look(self._own_name()) is not None:
             raise SaveFailed(
                 f"{request.title}: rank {self.rank} is to write {self._own_name()}, which another "
                 "attempt has written.",

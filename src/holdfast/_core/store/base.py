@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from enum import Enum
-from functools import partial
+from functools import cache
 from typing import NamedTuple, Protocol, cast
 
 from holdfast._core.base.deadline import Deadline
@@ -149,9 +149,8 @@ class Capabilities(NamedTuple):
     folders: bool = True
     """A folder is there by itself, also empty, and has to be removed; and there may be links to folders."""
     at_once: bool = False
-    """Its `stat_files(paths)` returns the entries of files, None for others, in the time of one look."""
-    looks_ahead: bool = False
-    """Its `begin_stat(path)` begins a look at a file, and returns a function that waits for its entry."""
+    """Its `begin_stats(paths)` begins to look at files, at all at once, and returns a function that waits for
+    their entries, None for what is no file."""
     reads: int = 2 << 20
     """How many bytes one read takes at most: more where a request costs as much time as many bytes."""
     bounded: bool = False
@@ -160,7 +159,7 @@ class Capabilities(NamedTuple):
     """A file that was finished is in each later list, and the `modified` of small files is the time of their
     last write, by one clock. So a small file can say that a step is being read (`store.pins`)."""
     references: bool = False
-    """Its `open`, `stat` and `stat_files` follow references to data files of the steps beside it
+    """Its `open`, `stat` and `begin_stats` follow references to data files of the steps beside it
     (`format.names.reference`), and its `parent()` returns the folder that it lies in."""
     reopens: bool = False
     """`open_store(url)` opens it in the writer process, too. A thread of the trainer writes to others."""
@@ -252,12 +251,8 @@ class _KnowingStore(Store, Protocol):
     def open_known(self, path: str, size: int, first: int, length: int) -> Reader: ...
 
 
-class _AheadStore(Store, Protocol):
-    def begin_stat(self, path: str) -> Callable[[], Entry | None]: ...
-
-
 class _AtOnceStore(Store, Protocol):
-    def stat_files(self, paths: Sequence[str]) -> list[Entry | None]: ...
+    def begin_stats(self, paths: Sequence[str]) -> Callable[[], Sequence[Entry | None]]: ...
 
 
 class _BoundedStore(Store, Protocol):
@@ -298,14 +293,6 @@ def open_known(store: Store, path: str, size: int, first: int, length: int) -> R
     return store.open(path)
 
 
-def begin_stat(store: Store, path: str) -> Callable[[], Entry | None]:
-    """Return a function that returns the entry of a file. A store that can (`Capabilities.looks_ahead`)
-    begins to look now; others look when the function is called."""
-    if not capabilities(store).looks_ahead:
-        return partial(store.stat, path)
-    return cast("_AheadStore", store).begin_stat(path)
-
-
 def parent(store: Store) -> Store:
     """Return the folder that one of a store with `Capabilities.references` lies in."""
     return cast("_ReferringStore", store).parent()
@@ -318,11 +305,13 @@ def bounded(store: Store, deadline: Deadline) -> Store:
 
 def look_at_files(store: Store, paths: Sequence[str]) -> Callable[[str], Entry | None]:
     """Return a function that returns the entries of these paths. A store that can (`Capabilities.at_once`)
-    looks at them now, all at once, and only for files; others look when the function is called."""
+    begins to look now, at all at once, and only for files, and the function waits for that; others look when
+    it is called."""
     if not capabilities(store).at_once:
         return store.stat
-    found = cast("_AtOnceStore", store).stat_files(paths)
-    return dict(zip(paths, found, strict=True)).get
+    found = cast("_AtOnceStore", store).begin_stats(paths)
+    entries = cache(lambda: dict(zip(paths, found(), strict=True)))
+    return lambda path: entries().get(path)
 
 
 def replace_file(store: Store, path: str, data: bytes) -> None:

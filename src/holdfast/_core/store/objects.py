@@ -152,7 +152,6 @@ class ObjectStore:
         folders=False,
         reopens=True,
         at_once=True,
-        looks_ahead=True,
         reads=16 << 20,
         bounded=True,
         pins=True,
@@ -230,19 +229,12 @@ class ObjectStore:
         return not self._first(self._prefix)
 
     def stat(self, path: str = "") -> Entry | None:
-        if path and (entry := self.stat_files([path])[0]) is not None:
+        if path and (entry := self.begin_stats([path])()[0]) is not None:
             return entry
         key = self._key_to_read(path) if path else self._prefix
         return Entry(Kind.FOLDER, 0, 0.0) if self._first(key) else None
 
-    def stat_files(self, paths: Sequence[str]) -> list[Entry | None]:
-        return self._begin_looks(paths)() if paths else []
-
-    def begin_stat(self, path: str) -> Callable[[], Entry | None]:
-        found = self._begin_looks([path])
-        return lambda: found()[0]
-
-    def _begin_looks(self, paths: Sequence[str]) -> Callable[[], list[Entry | None]]:
+    def begin_stats(self, paths: Sequence[str]) -> Callable[[], list[Entry | None]]:
         keys = [self._key_to_read(path) for path in paths]
 
         def look(key: str) -> Entry | None:
@@ -253,7 +245,7 @@ class ObjectStore:
             return Entry(Kind.FILE, meta["size"], meta["last_modified"].timestamp())
 
         looks = [partial(look, key) for key in keys]
-        return self._client.begin_all("Looking at", keys[0], looks, self._deadline)
+        return self._client.begin_all("Looking at", keys[0] if keys else "", looks, self._deadline)
 
     def list(self, folder: str = "") -> list[str]:
         prefix = self._key(folder) if folder else self._prefix
