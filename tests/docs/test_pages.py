@@ -220,6 +220,11 @@ def test_no_page_installs_a_package_that_is_somebody_elses() -> None:
     assert "`pip install .` in a clone" in text("README.md")
 
 
+def test_no_code_of_a_page_unpickles() -> None:
+    for page in PAGES:
+        assert not [line for line, block in code(str(page.relative_to(ROOT))) if "pickle.load" in block], page
+
+
 def test_the_version_stands_in_one_place() -> None:
     assert metadata.version("torch-holdfast") == holdfast.__version__
     assert f"## {holdfast.__version__}" in text("CHANGELOG.md")

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -135,7 +136,9 @@ def test_an_engine_has_the_fingerprints_of_its_published_model(kind: str, tmp_pa
         name: one.value for name, one in trainer.items()
     }
     assert holdfast.same(trainer, found).same
-    verdict = holdfast.same(recorded.publish(tmp_path / "model"), found)
+    sent = json.loads(msgspec.json.encode(found))
+    assert holdfast.same(trainer, sent).same
+    verdict = holdfast.same(recorded.publish(tmp_path / "model"), sent)
     assert verdict.same
     assert verdict.equal == len(recorded.tensors)
 
@@ -202,6 +205,7 @@ def test_a_copy_that_differs_is_told_also_where_no_copy_is_right(tmp_path: Path)
     for right in (recorded.publish(tmp_path / "model"), holdfast.fingerprint(recorded.tensors)):
         (one,) = holdfast.same(found, right).different
         assert (one.name, one.ranks, one.surely) == (name, (0, 1, 2, 3), True)
+        assert holdfast.same(json.loads(msgspec.json.encode(found)), right).different == (one,)
     # Two engines with the same copies in disagreement are not the same.
     assert not holdfast.same(found, found).same
 

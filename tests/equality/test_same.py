@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -260,6 +261,18 @@ def test_a_checkpoint_of_torch_dcp_and_a_folder_of_safetensors(tmp_path: Path) -
     found = holdfast.same(tmp_path / "c", tmp_path / "b", where=True)
     assert [(one.name, one.elements, one.first) for one in found.different] == [("head", 1, (32, 6))]
     assert [one.name for one in holdfast.same(tmp_path / "c", a).different] == ["head"]
+
+
+def test_fingerprints_are_compared_as_json_has_them(tmp_path: Path) -> None:
+    job = holdfast.Job(no_dist=True)
+    holdfast.save(weights(), tmp_path / "a", job=job)
+    sent = json.loads(msgspec.json.encode(holdfast.fingerprint(weights(), job=job)))
+    assert holdfast.same(tmp_path / "a", sent).same
+    assert holdfast.same(holdfast.fingerprint(weights(), job=job), sent).same
+    assert len(holdfast.same(tmp_path / "a", sent | {"norm": sent["head"] | {"shape": [19]}}).different) == 1
+    for spoiled in ({**sent, "norm": 3}, {**sent, "norm": {"value": "0"}}, weights(), {3: sent["norm"]}):
+        with pytest.raises(BadInput, match="what fingerprint"):
+            holdfast.same(tmp_path / "a", spoiled)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

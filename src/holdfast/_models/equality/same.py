@@ -59,7 +59,7 @@ def same(
 
     a, b: a checkpoint of Holdfast, torch DCP or megatron-core in any layout, a run folder (its newest step),
         the folder of a model in Hugging Face's format, or the result of `fingerprint` on a live state, or of
-        `holdfast.engine.fingerprint`.
+        `holdfast.engine.fingerprint`, also as JSON has it (`msgspec.json.encode`, `json.loads`).
         If one is a published model, the other must have its names, megatron-core's or transformers'. A prefix
         that the names of a model have in one place only, such as `model.`, is left out.
     where: also count the differing elements of each tensor, and find the first.

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
 
+import msgspec
 import numpy as np
 import torch
 
+from holdfast._core.base.values import Message
 from holdfast._core.existing.comparing import check_files
 from holdfast._core.existing.target import checkpoint_at
 from holdfast._core.format.columns import Columns
@@ -23,6 +25,7 @@ from holdfast._core.io.source import Source
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, TENSOR, TensorSpec
 from holdfast._core.loading.boxes import Wanted, read_boxes
+from holdfast._core.ready import ready
 from holdfast._core.store.base import Folder, Store
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
@@ -35,7 +38,7 @@ from holdfast._models.views.published_model import PublishedModel
 from holdfast._models.views.sources import IndexedModel
 from holdfast.errors import BadInput, NotCommitted
 
-FolderOrFingerprints = Folder | Mapping[str, Fingerprint]
+FolderOrFingerprints = Folder | Mapping[str, Fingerprint] | Message
 
 
 class LiveSide:
@@ -176,11 +179,22 @@ def _fused(side: FolderSide, other: FolderSide) -> int:
     return 0 if view is None else sum(name not in theirs and view.knows(name) for name in side.weights())
 
 
+def _fingerprints(place: Mapping[str, object]) -> Mapping[str, Fingerprint]:
+    """Return fingerprints, which may be those of another process, decoded from JSON."""
+    if all(isinstance(one, Fingerprint) for one in place.values()):
+        return cast("Mapping[str, Fingerprint]", place)
+    is_engines = any(isinstance(one, Mapping) and "parts" in one for one in place.values())
+    kind: type[Fingerprint] = EngineFingerprint if is_engines else Fingerprint
+    try:
+        found: dict[str, Fingerprint] = msgspec.convert(place, ready(dict[str, kind]))  # type: ignore[valid-type]
+    except msgspec.ValidationError:
+        raise BadInput("A state is compared by what fingerprint(state) says of it.") from None
+    return found
+
+
 def open_side(place: FolderOrFingerprints, opened: ExitStack) -> Side:
     if isinstance(place, Mapping):
-        if not all(isinstance(one, Fingerprint) for one in place.values()):
-            raise BadInput("A state is compared by what fingerprint(state) says of it.")
-        return LiveSide(place)
+        return LiveSide(_fingerprints(place))
     store: Store = open_store(place)
     if weights_file(store) is None:
         with suppress(NotCommitted):
