@@ -75,3 +75,25 @@ def test_files_and_handlers_of_others_are_served(forks: Forks, tmp_path: Path) -
     last = "import atexit; atexit.register(print, 'served'); atexit.register(sys.stdout.write, 'held ')"
     ended = end(forks, tmp_path / "terminal", NEVER_SET, last)
     assert (ended.codes, ended.said) == ([0], "held served\n")
+
+
+FREES = """
+    import threading, time, holdfast
+    from holdfast._core.base.threads import start_thread
+    import holdfast._core.process.native_calls
+
+    class Tensors:
+        def __del__(self):
+            time.sleep(0.3)
+            print("freed", flush=True)
+
+    begun, over = threading.Event(), threading.Event()
+    start_thread(lambda held=Tensors(): begun.wait() and over.set(), "last")
+    begun.set()
+    over.wait()
+"""
+
+
+def test_a_thread_frees_its_objects_before_the_end(forks: Forks, tmp_path: Path) -> None:
+    ended = forks.run([textwrap.dedent(FREES)], [0], 1, tmp_path / "terminal", 60.0)
+    assert (ended.codes, ended.said) == ([0], "freed\n")

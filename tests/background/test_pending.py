@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import torch
 
 import holdfast
 from holdfast import events
+from holdfast._core.background.pending import Pending
 from holdfast._core.roster.memory import MemoryRoster
+from holdfast._core.saving.job import SaveReport
 from holdfast.errors import BadInput
 from tests.support.threads import on_ranks
 
@@ -53,6 +57,25 @@ def test_a_save_that_one_rank_cancels_is_given_up_on_all(tmp_path: Path) -> None
         assert "was cancelled on rank 0" in said
         assert not unseen
     assert sorted(entered) == [0, 1]
+
+
+def test_a_save_holds_nothing_once_its_result_is_there() -> None:
+    """Its thread would free tensors; a process that ends at that moment is aborted by torch's C++."""
+    report = SaveReport("a", None, 1, 4, 0.1, {})
+    state, asked, held = torch.ones(3), threading.Event(), []
+
+    def save(state: torch.Tensor) -> SaveReport:
+        assert asked.wait(60)
+        return report
+
+    pending = Pending("a", None)
+    known = weakref.ref(state)
+    pending.start(partial(save, state))
+    del state
+    pending.add_done_callback(lambda _: held.append(known()))
+    asked.set()
+    assert pending.result(60) is report
+    assert held == [None]
 
 
 @pytest.mark.parametrize("way", ["staged", "committed", "durable", "result", "exception", "wait"])

@@ -47,6 +47,7 @@ class Pending(Future[SaveReport]):
             future.set_running_or_notify_cancel()
         self._begun = threading.Lock()
         """Held by the thread that runs the save."""
+        self._thread: threading.Thread | None = None
         self.seen: bool = False
         """Whether the result or the error has been read."""
         self.only_warns = False
@@ -72,12 +73,14 @@ class Pending(Future[SaveReport]):
 
     def start(self, run: Callable[[], SaveReport]) -> None:
         """Run the save on a thread of its own, unless one runs it already."""
+        runs = [run]
+        del run  # it holds the state: nothing may, once the future is set
 
         def work() -> None:
             if not self._begun.acquire(blocking=False):
                 return
             try:
-                report = run()
+                report = runs.pop()()
             except BaseException as error:
                 # Before the future is set, so that the save's memory is free when waiters wake up.
                 self._let_go()
@@ -88,7 +91,7 @@ class Pending(Future[SaveReport]):
                 self.set_result(report)
 
         try:
-            start_thread(work, "holdfast-async-save")
+            self._thread = start_thread(work, "holdfast-async-save")
         # Only NotStarted: a failing session may raise its error at any point in this thread, even after the
         # save's thread has started.
         except NotStarted as error:
@@ -189,6 +192,12 @@ class Pending(Future[SaveReport]):
         """Wait until the save has finished or failed; return whether it has. An error stays unseen."""
         concurrent.futures.wait([self], check_wait(timeout))
         return self.done()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread of a save that has ended. It calls the callbacks, and may free memory of
+        tensors: a process must not end meanwhile (`native_calls`)."""
+        if self.done() and self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
 
     def failure(self) -> BaseException | None:
         """Return the error of a failed save, else None, without marking it as seen."""

@@ -39,6 +39,7 @@ from holdfast._core.process.exits import (
     not_at_exit,
     uncaught,
 )
+from holdfast._core.process.native_calls import LONGEST
 from holdfast._core.process.under_way import Work, lists_work
 from holdfast._core.protocol.operation import read_state
 from holdfast._core.saving.job import SaveJob, SaveReport
@@ -217,6 +218,8 @@ class SaveQueue:
         finally:
             for writer in {self.writer, *(room.writer for room in self._rooms)}:
                 writer.kill()
+            for save in list(self.saves):
+                save.join(LONGEST)
         if not failures:
             return None
         return Failure("\n".join(each.message for each in failures), max(each.code for each in failures))
@@ -327,6 +330,8 @@ def _end_with(pending: Pending) -> None:
     except BaseException as error:
         fail_late(Failure("\n".join(traceback.format_exception_only(error)).rstrip()))
         raise
+    finally:
+        pending.join(LONGEST)
 
 
 def _outcome(pending: Pending) -> Failure | None:

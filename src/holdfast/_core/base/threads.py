@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,10 +23,34 @@ _entries: list[object] = []
 """ctypes callbacks that threads run; they must not be freed before the threads end."""
 
 
+class _OwnThread(threading.Thread):
+    """A daemon thread that tells once its work is over, while it still frees the objects of that work."""
+
+    def __init__(self, work: Callable[[], object], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work, self.over = [work], False
+
+    def run(self) -> None:
+        try:
+            self._work[0]()
+        finally:
+            self.over = True
+            self._work.clear()
+
+
+def join_leaving(seconds: float) -> None:
+    """Wait for Holdfast's threads whose work is over. They may still free tensors, which is a call into
+    torch's C++."""
+    ends = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if isinstance(thread, _OwnThread) and thread.over and thread is not threading.current_thread():
+            thread.join(max(0.0, ends - time.monotonic()))
+
+
 def start_thread(work: Callable[[], object], name: str, rank: int | None = None) -> threading.Thread:
     """Start a daemon thread. Raises NotStarted if no more can be started: the limit of processes is
     reached, or memory is short."""
-    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread = _OwnThread(work, name)
     try:
         _begin(thread)
     except RuntimeError as error:

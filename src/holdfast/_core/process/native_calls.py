@@ -2,9 +2,9 @@
 
 A thread that comes back from such a call while the interpreter is finalised aborts the process ("terminate
 called without an active exception"): pybind11 takes the GIL in a destructor, and the interpreter ends the
-thread there. So an exit handler waits for running calls, and refuses new ones. A call that is still running
-after `LONGEST` seconds is abandoned: it usually waits for another host, and returns only after the process
-has ended.
+thread there. So an exit handler waits for running calls, and for threads that are at their end and may still
+free tensors, and refuses new calls. A call that is still running after `LONGEST` seconds is abandoned: it
+usually waits for another host, and returns only after the process has ended.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from holdfast._core.base.threads import join_leaving
+
 LONGEST = 1.0
-"""Seconds that the exit handler waits for running calls."""
+"""Seconds that the end of a process waits for running calls, and then for threads that are at their end."""
 
 _changed = threading.Condition()
 _under_way = 0
@@ -44,12 +46,13 @@ def native_call() -> Iterator[None]:
 
 
 def _wait_for_calls() -> None:
-    """Wait for running calls, and refuse later ones. An `atexit` handler; it runs after all handlers that
-    were registered after the import of this module."""
+    """Wait for running calls and for threads at their end, and refuse later calls. An `atexit` handler; it
+    runs after all handlers that were registered after the import of this module."""
     global _closed
     with _changed:
         _closed = True
         _changed.wait_for(lambda: not _under_way, LONGEST)
+    join_leaving(LONGEST)
 
 
 def _forget() -> None:
