@@ -172,13 +172,13 @@ def without_offset(entry: str) -> str:
 
 IMPORTED_MODEL = "hf"
 """Value of `imported` in the notes of a checkpoint that was imported from a Hugging Face model."""
-_NO_WEIGHT = re.compile(r"(optimizer|optim|chained_\d+)\.|rng_state(?![a-z_])|common_state|.*_extra_state")
+_NO_WEIGHT = re.compile(r"(optimizer|optim|chained_\d+)\.|rng_state(?![a-z_])|common_state")
 
 
 def is_weight(name: str) -> bool:
     """Return whether a name in a training checkpoint can be that of a model weight. States of optimizers and
     of random number generators are not."""
-    return _NO_WEIGHT.match(name) is None
+    return "_extra_state" not in name and _NO_WEIGHT.match(name) is None
 
 
 # -- checkpoints of torch DCP and megatron-core ---------------------------------------------------

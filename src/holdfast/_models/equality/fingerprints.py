@@ -10,10 +10,12 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import msgspec
 import numpy as np
 
+from holdfast._core.base.collector import collector_paused
 from holdfast._core.base.values import Buffer, Message
 from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.format.fingerprint import box_sums
@@ -112,7 +114,9 @@ def fingerprint_leaves(
         task.take(table, None if published is None else view_by(published))
 
     task.collect_error = read_state(read, call.rank)
-    return _fingerprints(from_roster(task.run(), RankSums))
+    answer = task.run()
+    with collector_paused():
+        return _fingerprints(from_roster(answer, RankSums))
 
 
 def _fingerprints(sums: RankSums) -> dict[str, Fingerprint]:
@@ -180,12 +184,16 @@ class SumsTask(CollectiveTask):
     def contribute(self) -> Message:
         self._streams.wait()
         table, kinds = self._table, dict[tuple[int, Dims, Box, bool], list[int]]()
-        for row, (spec, box, replica) in enumerate(
-            zip(table.specs, table.boxes, table.replicas, strict=True)
-        ):
-            if spec.kind != OBJECT and is_weight(spec.name):
-                is_copy = replica is not None and replica[0] > 0
-                kinds.setdefault((spec.dtype, spec.shape, box, is_copy), []).append(row)
+        keys = [
+            (spec.dtype, spec.shape, box, replica is not None and replica[0] > 0)
+            for spec, box, replica in zip(table.specs, table.boxes, table.replicas, strict=True)
+        ]
+        rows = [
+            row for row, spec in enumerate(table.specs) if spec.kind != OBJECT and is_weight(spec.name)
+        ]
+        # Rows that are alike mostly follow each other, and comparing keys is quicker than hashing them.
+        for key, alike in groupby(rows, keys.__getitem__):
+            kinds.setdefault(key, []).extend(alike)
         for (code, shape, box, is_copy), rows in kinds.items():
             sums = self._sums(code, box, [table.memory[row] for row in rows])
             names = [table.specs[row].name for row in rows]
