@@ -299,8 +299,9 @@ def rows_alone(bench: Bench, what: str, nbytes: int, found: dict[str, list[Sampl
             first=nbytes / GB / found[side][0].wall,
             peer_first=nbytes / GB / found[peer][0].wall,
         )
-    peaks = [sample.peak / MIB for sample in found["export"]]
-    bench.target(f"memory of an export of {what}", peaks, 600.0, "MiB")
+    for side in ("export", "import"):
+        peaks = [sample.peak / MIB for sample in found[side]]
+        bench.target(f"memory of an {side} of {what}", peaks, 300.0, "MiB")
 
 
 def rows_of_fingerprints(

@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
@@ -22,14 +21,12 @@ import torch
 
 from holdfast._core.base.reporting import quiet
 from holdfast._core.base.values import Message, ReportProgress
-from holdfast._core.format.container import encode_header
-from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.format.index import Index
 from holdfast._core.io.host_memory import ScratchBuffer, batches
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.on_threads import on_threads
 from holdfast._core.layout.box import cut, whole
-from holdfast._core.layout.tensor import CODE_OF, DTYPES, FLOATS
+from holdfast._core.layout.tensor import CODE_OF, DTYPES
 from holdfast._core.loading.alike import hold_the_same
 from holdfast._core.protocol.call import Call, begin_call
 from holdfast._core.protocol.job import Job, job_of
@@ -41,13 +38,14 @@ from holdfast._core.store.local import LocalStore, open_local, open_store
 from holdfast._core.store.pins import Pin
 from holdfast._models.conversion.folder import carried, put_files, refuse_changed
 from holdfast._models.huggingface.assembling import PublishedPart, assemble, assemble_quantized
+from holdfast._models.huggingface.export_metadata import Files, exported_config, file_header, weights_index
 from holdfast._models.huggingface.published_tensors import (
     ModelPart,
     PublishedTensor,
     plan_export,
     share_among_files,
 )
-from holdfast._models.huggingface.quantizing import METHODS, QuantizedTensor, configuration, quantized
+from holdfast._models.huggingface.quantizing import METHODS, QuantizedTensor, quantized
 from holdfast._models.huggingface.whole_files import WholeFiles
 from holdfast._models.views import hub_format as hf
 from holdfast.errors import BadInput
@@ -58,8 +56,6 @@ _THREADS = 2
 """While one thread writes, the other assembles."""
 FILE_BYTES = 5_000_000_000
 """Maximum number of bytes of weights in a file; transformers uses shards of this size."""
-_LEFT_OUT = ("quantization_config", hf.WEIGHTS_NAMED)
-"""Keys of a configuration that describe files which are not written."""
 _PARTIAL = re.compile(r"\.model[^/]*\.safetensors\.[0-9a-f]{8}\.partial")
 _MODEL = re.compile(r"model.*\.safetensors")
 """Names of files with a model's weights; adapter files have another prefix."""
@@ -202,7 +198,7 @@ class _Export(CollectiveTask):
         """Buffers that no thread is using."""
         self._lock = threading.Lock()
 
-    def plan(self, index: Index, files: list[tuple[str, list[PublishedTensor]]], missing: list[str]) -> None:
+    def plan(self, index: Index, files: Files, missing: list[str]) -> None:
         """Set the files of all ranks; this rank writes its share of them."""
         self._files, self._missing = files, tuple(missing)
         self._identity = index.identity
@@ -264,20 +260,14 @@ class _Export(CollectiveTask):
             if _PARTIAL.fullmatch(name):
                 self.out.delete(name)
         if not self._in_framework:
-            put_files(self.out, carried(self.base, self._config))
+            put_files(self.out, carried(self.base, partial(exported_config, files=self._files)))
         if len(self._files) > 1:  # a single file needs no index
-            replace_file(self.out, hf.WEIGHTS_INDEX, self._weights_index())
+            replace_file(self.out, hf.WEIGHTS_INDEX, weights_index(self._files))
         return {}
-
-    def _weights_index(self) -> bytes:
-        where = {one.name: name for name, tensors in self._files for each in tensors for one in each.stored()}
-        total = sum(tensor.nbytes for _, tensors in self._files for tensor in tensors)
-        value = {"metadata": {"total_size": total}, "weight_map": where}
-        return msgspec.json.format(msgspec.json.encode(value), indent=2)
 
     # -- this rank's share ------------------------------------------------------------------------
 
-    def _mine(self) -> list[tuple[str, list[PublishedTensor]]]:
+    def _mine(self) -> Files:
         ranks = self._call.participants
         return self._files[ranks.index(self._call.rank) :: len(ranks)]
 
@@ -291,7 +281,7 @@ class _Export(CollectiveTask):
                     f"{self.out.url} holds {name}, which is not of this export.",
                     hint="Export into a new folder, or the one of an export that was interrupted.",
                 )
-        refuse_changed(self.out, carried(self.base, self._config))
+        refuse_changed(self.out, carried(self.base, partial(exported_config, files=self._files)))
 
     def _remove_others(self) -> None:
         """Remove the weights of an earlier model, their index first: an incomplete model must not load."""
@@ -302,7 +292,7 @@ class _Export(CollectiveTask):
 
     def _write(self, name: str, tensors: Sequence[PublishedTensor]) -> None:
         """Write one file, unless an earlier export has finished it."""
-        header = self._header(tensors)
+        header = file_header(tensors, self._identity)
         if self._is_finished(name, tensors):
             self._advance(sum(tensor.nbytes for tensor in tensors))
             return
@@ -325,41 +315,14 @@ class _Export(CollectiveTask):
             self._written += size
             self._advance(size)
 
-    def _config(self, config: dict[str, object]) -> dict[str, object]:
-        """Return the configuration for the export: with its dtype and quantization, without file names."""
-        nbytes = Counter[int]()
-        all_tensors = [*chain.from_iterable(tensors for _, tensors in self._files)]
-        for tensor in all_tensors:
-            if tensor.code in FLOATS:
-                nbytes[tensor.code] += tensor.nbytes
-        changed = {key: value for key, value in config.items() if key not in _LEFT_OUT}
-        for code, _ in nbytes.most_common(1):
-            changed |= {
-                key: DTYPES[code].name for key in hf.CONFIG_DTYPES if isinstance(config.get(key), str)
-            }
-        if (quantization := configuration(all_tensors)) is not None:
-            changed["quantization_config"] = quantization
-        return changed
-
     def _advance(self, size: int) -> None:
         self._done += size
         self.doing(f"writing, {self._done} of {self._total} bytes")
         self._progress(self._done, self._total)
 
-    def _header(self, tensors: Sequence[PublishedTensor]) -> bytes:
-        rows, start = [], 0
-        for tensor in chain.from_iterable(tensor.stored() for tensor in tensors):
-            stop = start + tensor.nbytes
-            rows.append((tensor.name, hf.TAG_OF_CODE[tensor.code], tensor.shape, start, stop))
-            start = stop
-        # Also a digest of the pieces: a rerun with another configuration must not keep these files.
-        made = hex_digest(digest(repr([tensor.pieces for tensor in tensors]).encode()))
-        about = {"format": "pt", "holdfast.source": self._identity, "holdfast.pieces": made}
-        return encode_header(rows, about)
-
     def _is_finished(self, name: str, tensors: Sequence[PublishedTensor]) -> bool:
         """Return whether a file is complete and from this export, by its header, which has the checkpoint."""
-        header = self._header(tensors)
+        header = file_header(tensors, self._identity)
         entry = self.out.stat(name)
         if entry is None or entry.size != len(header) + sum(tensor.nbytes for tensor in tensors):
             return False

@@ -1,0 +1,57 @@
+"""The metadata of an export: the headers of its files, the index of its weights, and its configuration."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from typing import TypeAlias
+
+import msgspec
+
+from holdfast._core.format.container import encode_header
+from holdfast._core.format.digest import digest, hex_digest
+from holdfast._core.layout.tensor import DTYPES, FLOATS
+from holdfast._models.huggingface.published_tensors import PublishedTensor
+from holdfast._models.huggingface.quantizing import configuration
+from holdfast._models.views import hub_format as hf
+
+Files: TypeAlias = "list[tuple[str, list[PublishedTensor]]]"
+"""The files of an export, each with its tensors in order."""
+_LEFT_OUT = ("quantization_config", hf.WEIGHTS_NAMED)
+"""Keys of a configuration that describe files which are not written."""
+
+
+def file_header(tensors: Sequence[PublishedTensor], identity: str) -> bytes:
+    """Return the header of a file with these tensors. identity: of the checkpoint."""
+    rows, start = [], 0
+    for tensor in chain.from_iterable(tensor.stored() for tensor in tensors):
+        stop = start + tensor.nbytes
+        rows.append((tensor.name, hf.TAG_OF_CODE[tensor.code], tensor.shape, start, stop))
+        start = stop
+    # Also a digest of the pieces: a rerun with another configuration must not keep these files.
+    made = hex_digest(digest(repr([tensor.pieces for tensor in tensors]).encode()))
+    return encode_header(rows, {"format": "pt", "holdfast.source": identity, "holdfast.pieces": made})
+
+
+def weights_index(files: Files) -> bytes:
+    """Return the content of `model.safetensors.index.json`."""
+    where = {one.name: name for name, tensors in files for each in tensors for one in each.stored()}
+    total = sum(tensor.nbytes for _, tensors in files for tensor in tensors)
+    value = {"metadata": {"total_size": total}, "weight_map": where}
+    return msgspec.json.format(msgspec.json.encode(value), indent=2)
+
+
+def exported_config(config: dict[str, object], files: Files) -> dict[str, object]:
+    """Return the configuration for the export: with its dtype and quantization, without file names."""
+    nbytes = Counter[int]()
+    all_tensors = [*chain.from_iterable(tensors for _, tensors in files)]
+    for tensor in all_tensors:
+        if tensor.code in FLOATS:
+            nbytes[tensor.code] += tensor.nbytes
+    changed = {key: value for key, value in config.items() if key not in _LEFT_OUT}
+    for code, _ in nbytes.most_common(1):
+        changed |= {key: DTYPES[code].name for key in hf.CONFIG_DTYPES if isinstance(config.get(key), str)}
+    if (quantization := configuration(all_tensors)) is not None:
+        changed["quantization_config"] = quantization
+    return changed
