@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -71,6 +72,31 @@ def test_an_error_ends_all_threads_before_it_is_raised() -> None:
         on_threads(2, "some", work, range(1000))
     assert len(done) < 20
     assert not [thread for thread in threading.enumerate() if thread.name == "some"]
+
+
+def test_an_interrupt_waits_for_the_tasks_that_have_begun() -> None:
+    """The caller has no task left and waits for the other thread."""
+    begun, done = threading.Event(), list[int]()
+
+    def work(number: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert begun.wait(60)
+            return
+        begun.set()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        time.sleep(0.5)
+        done.append(number)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            on_threads(2, "some", work, range(2))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(done) == 1
 
 
 @pytest.mark.parametrize("allowed", [0, 2])

@@ -9,6 +9,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+LAST_TASK = 1.0
+"""Seconds that an interrupted call waits for each thread. A process must not end while one is in a call into
+torch's C++ (`native_calls`)."""
 
 
 def on_threads(threads: int, name: str, work: Callable[[T], R], tasks: Iterable[T]) -> list[R]:
@@ -33,14 +36,25 @@ def on_threads(threads: int, name: str, work: Callable[[T], R], tasks: Iterable[
         except BaseException as error:
             errors.append(error)
 
-    others = [threading.Thread(target=worker, name=name, daemon=True) for _ in range(threads - 1)]
+    def other(ended: threading.Event) -> None:
+        worker()
+        ended.set()
+
+    ends = [threading.Event() for _ in range(threads - 1)]
+    others = [threading.Thread(target=other, args=[end], name=name, daemon=True) for end in ends]
     with suppress(RuntimeError):  # a limit of threads is reached, or the interpreter starts no more of them
-        for other in others:
-            other.start()
+        for thread in others:
+            thread.start()
     worker()
-    for other in others:
-        if other.ident is not None:
-            other.join()  # no timeout: the protocol bounds the time of the whole call
+    begun = [(thread, end) for thread, end in zip(others, ends, strict=True) if thread.ident is not None]
+    try:
+        for thread, _ in begun:
+            thread.join()  # no timeout: the protocol bounds the time of the whole call
+    except BaseException as interrupt:  # Ctrl-C
+        errors.append(interrupt)  # the others begin no further task
+        for _, end in begun:
+            end.wait(LAST_TASK)  # before Python 3.13 an interrupted join can't be repeated
+        raise
     if errors:
         raise errors[0]
     return [results[number] for number in sorted(results)]
