@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import THRESHOLD
 from tests.store.faults import open_below
 from tests.support.durations import slowest_files
 from tests.support.processes import PRELOAD
@@ -84,6 +85,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(*THRESHOLD)  # here, objects that a test has left are to end soon
         gc.enable()
 
 

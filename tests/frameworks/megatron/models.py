@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -379,9 +379,10 @@ def _latent_attention() -> Any:
 
 @contextlib.contextmanager
 def parallel(layout: Layout) -> Iterator[None]:
-    """Megatron's groups for a layout, and their end."""
+    """Megatron's groups for a layout, and their end: each has threads of gloo that go on polling."""
     from megatron.core import parallel_state as ps
 
+    before = set(_groups())
     ps.initialize_model_parallel(
         layout.tp,
         layout.pp,
@@ -392,5 +393,12 @@ def parallel(layout: Layout) -> Iterator[None]:
     )
     try:
         yield
+        torch.distributed.barrier()  # nobody is in a collective of these groups
+        for group in set(_groups()) - before:
+            torch.distributed.destroy_process_group(group)
     finally:
         ps.destroy_model_parallel()
+
+
+def _groups() -> Iterable[torch.distributed.ProcessGroup]:
+    return torch.distributed.distributed_c10d._world.pg_map
