@@ -218,11 +218,12 @@ def add_plain(
 ) -> None:
     """Add tensors with a `plain_address`, a column at a time. This rank holds each tensor whole; whether
     other ranks do is undeclared, unless `replicas` declares it."""
-    kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    # One tensor of each shape and dtype shows whether all of them can be stored, and they share one box.
+    # All tensors of a shape and dtype can be stored if one can, and they share one box.
+    number_of: dict[tuple[torch.Size, torch.dtype], int] = {}
+    kinds = [number_of.setdefault((tensor.shape, tensor.dtype), len(number_of)) for tensor in tensors]
     one_of = dict(zip(kinds, zip(names, tensors, strict=True), strict=True))
-    specs = {kind: spec_of(*named) for kind, named in one_of.items()}
-    boxes = {kind: whole(spec.shape) for kind, spec in specs.items()}
+    specs = [spec_of(*one_of[kind]) for kind in range(len(number_of))]
+    boxes = [whole(spec.shape) for spec in specs]
     table.add_whole(
         names,
         [specs[kind].dtype for kind in kinds],

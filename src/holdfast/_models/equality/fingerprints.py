@@ -40,6 +40,7 @@ from holdfast._models.equality.rounding import (
     Sums,
     add_rounded,
     add_up,
+    less_exact_than,
     no_sums,
     records_of,
     rounded_of,
@@ -123,8 +124,10 @@ def _fingerprints(sums: RankSums) -> dict[str, Fingerprint]:
     found = {}
     for alike in sums.alike:
         code, shape, dtype = alike.dtype, alike.shape, DTYPES[alike.dtype].name
+        is_rounded = bool(less_exact_than(code))
         for name, record in alike.records():
-            found[name] = Fingerprint(dtype, shape, value_of(record), rounded_of(code, record))
+            more = [rounded_of(code, record)] if is_rounded else []
+            found[name] = Fingerprint(dtype, shape, value_of(record), *more)
     return {name: found[name] for name in sorted(found)}
 
 
@@ -188,9 +191,7 @@ class SumsTask(CollectiveTask):
             (spec.dtype, spec.shape, box, replica is not None and replica[0] > 0)
             for spec, box, replica in zip(table.specs, table.boxes, table.replicas, strict=True)
         ]
-        rows = [
-            row for row, spec in enumerate(table.specs) if spec.kind != OBJECT and is_weight(spec.name)
-        ]
+        rows = [row for row, spec in enumerate(table.specs) if spec.kind != OBJECT and is_weight(spec.name)]
         # Rows that are alike mostly follow each other, and comparing keys is quicker than hashing them.
         for key, alike in groupby(rows, keys.__getitem__):
             kinds.setdefault(key, []).extend(alike)

@@ -32,8 +32,9 @@ def many_at_once(code: int, box: Box) -> int:
 def sums_together(memories: Sequence[Memory], code: int, box: Box) -> Sums | None:
     """Return the sums of shards of one dtype, shape and place; None if these can't be taken together."""
     tensors = [memory.tensor for memory in memories if isinstance(memory, TensorMemory)]
-    kinds = {(type(tensor), tensor.device) for tensor in tensors}
-    if len(tensors) < len(memories) or len(kinds) > 1 or not {kind for kind, _ in kinds}.issubset(_PLAIN):
+    if len(tensors) < len(memories) or not {*map(type, tensors)}.issubset(_PLAIN):
+        return None
+    if not all(memory.address for memory in memories) and len({tensor.device for tensor in tensors}) > 1:
         return None
     with torch.no_grad():
         stack = torch.stack(tensors).cpu().reshape(len(tensors), -1)
