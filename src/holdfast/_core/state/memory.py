@@ -219,8 +219,9 @@ def add_plain(
     """Add tensors with a `plain_address`, a column at a time. This rank holds each tensor whole; whether
     other ranks do is undeclared, unless `replicas` declares it."""
     # All tensors of a shape and dtype can be stored if one can, and they share one box.
-    number_of: dict[tuple[torch.Size, torch.dtype], int] = {}
-    kinds = [number_of.setdefault((tensor.shape, tensor.dtype), len(number_of)) for tensor in tensors]
+    pairs = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    number_of = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+    kinds = [number_of[pair] for pair in pairs]  # hashed no more from here on
     one_of = dict(zip(kinds, zip(names, tensors, strict=True), strict=True))
     specs = [spec_of(*one_of[kind]) for kind in range(len(number_of))]
     boxes = [whole(spec.shape) for spec in specs]
