@@ -20,8 +20,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from holdfast._core.roster.base import Roster, decode
 from holdfast._core.roster.memory import Board, MemoryRoster
-from holdfast._core.roster.tcp_client import PATIENCE
-from holdfast._core.roster.torch_store import TorchRoster
+from holdfast._core.roster.tcp_client import PATIENCE, TcpClient
+from holdfast._core.roster.torch_store import TorchRoster, _Connections
 from holdfast.errors import RosterLost
 from holdfast.testing.roster_contract import RosterContract
 from tests.support.waiting import wait_until
@@ -239,3 +239,18 @@ for life in range(2):
         [sys.executable, "-c", script, str(port)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_client_that_is_lent_when_its_store_goes_is_closed() -> None:
+    """By a thread that asks while the program destroys the process group: the next world would begin with a descriptor
+    more."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connections = _Connections(store, 0.0)
+    with connections.client(None) as client:
+        assert isinstance(client, TcpClient)
+        assert client.is_open()
+        del store
+        gc.collect()
+        assert connections.parent() is None
+    assert client._socket.fileno() == -1
+    assert not any(connections._idle.values())

@@ -143,6 +143,8 @@ class _Connections:
             client.close()
             raise
         idle.append(client)
+        if self.parent() is None:  # the store has gone meanwhile, and with it who closes idle clients
+            _close(self._idle)
 
     def _open_one(self, idle: list[_Client]) -> _Client | None:
         """Take a client whose server is there; close those of which it has closed the connection."""
