@@ -1,9 +1,8 @@
 """The suite.
 
-What is set here, for processes of pytest and for all that import a part of the suite, costs a core less time: several
-processes run at once. Torch computes on one thread in each (as in ranks under torchrun), because a thread that waits for
-another of its process, which has no core, spins. The garbage collector comes less often: imports of torch and of
-frameworks make a million objects, none of which is garbage.
+Settings for processes of pytest, and for all processes that import a part of the suite. Several run at once on few cores, so
+torch computes on one thread in each, as in ranks under torchrun. The garbage collector runs less often: imports of torch and
+frameworks make a million objects, none of which is garbage, and it takes an eighth of their time or more.
 """
 
 import gc

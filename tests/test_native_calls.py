@@ -80,20 +80,43 @@ def test_files_and_handlers_of_others_are_served(forks: Forks, tmp_path: Path) -
 FREES = """
     import threading, time, holdfast
     from holdfast._core.base.threads import start_thread
-    import holdfast._core.process.native_calls
+    from holdfast._core.process import native_calls
+
+    native_calls.LONGEST = 30.0
 
     class Tensors:
         def __del__(self):
             time.sleep(0.3)
             print("freed", flush=True)
 
-    begun, over = threading.Event(), threading.Event()
-    start_thread(lambda held=Tensors(): begun.wait() and over.set(), "last")
+    begun = threading.Event()
+    thread = start_thread(lambda held=Tensors(): begun.wait(), "last")
     begun.set()
-    over.wait()
+    while not thread.over:
+        time.sleep(0.001)
 """
 
 
 def test_a_thread_frees_its_objects_before_the_end(forks: Forks, tmp_path: Path) -> None:
     ended = forks.run([textwrap.dedent(FREES)], [0], 1, tmp_path / "terminal", 60.0)
     assert (ended.codes, ended.said) == ([0], "freed\n")
+
+
+CALLS_BACK = """
+    import sys, time, torch, holdfast
+    from holdfast._core.background import queue
+
+    def called(save):
+        time.sleep(0.3)
+        print("called", flush=True)
+
+    queue.LONGEST = 30.0
+    holdfast.async_save({"w": torch.ones(3)}, sys.argv[1]).add_done_callback(called)
+"""
+
+
+def test_a_save_has_called_its_callbacks_before_the_end(forks: Forks, tmp_path: Path) -> None:
+    """They may free what the save has copied."""
+    words = [textwrap.dedent(CALLS_BACK), str(tmp_path / "save")]
+    ended = forks.run(words, [0], 1, tmp_path / "terminal", 60.0)
+    assert (ended.codes, ended.said) == ([0], "called\n")

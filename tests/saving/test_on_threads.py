@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast._core.io.on_threads import on_threads
+from tests.support.waiting import wait_until
 
 AT_EXIT = """
 import atexit, sys, torch, holdfast
@@ -74,29 +75,45 @@ def test_an_error_ends_all_threads_before_it_is_raised() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "some"]
 
 
-def test_an_interrupt_waits_for_the_tasks_that_have_begun() -> None:
+def test_an_interrupt_waits_for_the_tasks_that_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller has no task left and waits for the other thread."""
-    begun, done = threading.Event(), list[int]()
+    main, begun, interrupted, done = (
+        threading.main_thread(),
+        threading.Event(),
+        threading.Event(),
+        list[int](),
+    )
 
     def work(number: int) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is main:
             assert begun.wait(60)
             return
         begun.set()
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        time.sleep(0.5)
+        wait_until(lambda: in_join(main))
+        signal.pthread_kill(main.ident or 0, signal.SIGUSR2)
+        assert interrupted.wait(60)
+        time.sleep(0.2)  # a caller that does not wait has returned by then
         done.append(number)
 
     def interrupt(*_: object) -> None:
+        interrupted.set()
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    monkeypatch.setattr("holdfast._core.io.on_threads.LAST_TASK", 60.0)
+    before = signal.signal(signal.SIGUSR2, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
             on_threads(2, "some", work, range(2))
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGUSR2, before)
     assert len(done) == 1
+
+
+def in_join(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code.co_name != "join":
+        frame = frame.f_back
+    return frame is not None
 
 
 @pytest.mark.parametrize("allowed", [0, 2])

@@ -48,6 +48,7 @@ class Pending(Future[SaveReport]):
         self._begun = threading.Lock()
         """Held by the thread that runs the save."""
         self._thread: threading.Thread | None = None
+        """The thread that runs the save."""
         self.seen: bool = False
         """Whether the result or the error has been read."""
         self.only_warns = False
@@ -79,6 +80,7 @@ class Pending(Future[SaveReport]):
         def work() -> None:
             if not self._begun.acquire(blocking=False):
                 return
+            self._thread = threading.current_thread()
             try:
                 report = runs.pop()()
             except BaseException as error:
@@ -91,7 +93,7 @@ class Pending(Future[SaveReport]):
                 self.set_result(report)
 
         try:
-            self._thread = start_thread(work, "holdfast-async-save")
+            start_thread(work, "holdfast-async-save")
         # Only NotStarted: a failing session may raise its error at any point in this thread, even after the
         # save's thread has started.
         except NotStarted as error:
@@ -193,9 +195,9 @@ class Pending(Future[SaveReport]):
         concurrent.futures.wait([self], check_wait(timeout))
         return self.done()
 
-    def join(self, seconds: float) -> None:
-        """Wait for the thread of a save that has ended. It calls the callbacks, and may free memory of
-        tensors: a process must not end meanwhile (`native_calls`)."""
+    def _join(self, seconds: float) -> None:
+        """Wait for the thread of a save that has ended, which still calls callbacks. They may free memory of
+        tensors, and a process must not end meanwhile (`native_calls`)."""
         if self.done() and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(seconds)
 

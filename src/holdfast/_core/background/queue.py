@@ -219,7 +219,7 @@ class SaveQueue:
             for writer in {self.writer, *(room.writer for room in self._rooms)}:
                 writer.kill()
             for save in list(self.saves):
-                save.join(LONGEST)
+                save._join(LONGEST)
         if not failures:
             return None
         return Failure("\n".join(each.message for each in failures), max(each.code for each in failures))
@@ -331,7 +331,7 @@ def _end_with(pending: Pending) -> None:
         fail_late(Failure("\n".join(traceback.format_exception_only(error)).rstrip()))
         raise
     finally:
-        pending.join(LONGEST)
+        pending._join(LONGEST)
 
 
 def _outcome(pending: Pending) -> Failure | None:

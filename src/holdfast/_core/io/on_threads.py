@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
@@ -10,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 LAST_TASK = 1.0
-"""Seconds that an interrupted call waits for each thread. A process must not end while one is in a call into
+"""Seconds that an interrupted call waits for its threads. A process must not end while one is in a call into
 torch's C++ (`native_calls`)."""
 
 
@@ -52,8 +53,9 @@ def on_threads(threads: int, name: str, work: Callable[[T], R], tasks: Iterable[
             thread.join()  # no timeout: the protocol bounds the time of the whole call
     except BaseException as interrupt:  # Ctrl-C
         errors.append(interrupt)  # the others begin no further task
-        for _, end in begun:
-            end.wait(LAST_TASK)  # before Python 3.13 an interrupted join can't be repeated
+        last = time.monotonic() + LAST_TASK
+        for _, end in begun:  # before Python 3.13 an interrupted join can't be repeated
+            end.wait(max(0.0, last - time.monotonic()))
         raise
     if errors:
         raise errors[0]
