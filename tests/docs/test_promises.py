@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Set
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import holdfast
 from holdfast._core.roster.memory import MemoryRoster
 from holdfast._core.roster.process import _status, children_of, own_sockets, sockets
 from holdfast.errors import CorruptCheckpoint, HoldfastError
+from tests.support.ports import held_port
 from tests.support.processes import ProcessWorld
 from tests.support.threads import on_ranks
 from tests.support.waiting import wait_until
@@ -152,16 +153,16 @@ def test_a_call_leaves_nothing_behind_and_patches_nothing(store_host: str, tmp_p
         assert world.run(calls, str(tmp_path), timeout=120) == [[{}] * 7] * 2
 
 
-def worlds(rank: int, folder: str, sessions: int) -> list[tuple[int, int, int]]:
+def worlds(rank: int, folder: str, ports: list[int]) -> list[tuple[int, int, int]]:
     """What `count` says after each of several worlds, which their sessions start and end."""
     dist.destroy_process_group()
     found: list[tuple[int, int, int]] = []
-    for number in range(sessions):
+    for number in range(2 * len(ports)):
         os.environ.update(
             RANK=str(rank),
             WORLD_SIZE="2",
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=free_port(f"{folder}/port-{number // 2}", rank),
+            MASTER_PORT=str(ports[number // 2]),
         )
         with holdfast.session(backend="gloo", job=holdfast.Job(timeout=60)) as s:
             dist.all_reduce(torch.ones(1))
@@ -186,19 +187,10 @@ def fits(one: tuple[int, ...], first: tuple[int, ...]) -> bool:
     return all(now <= then for now, then in zip(one, first, strict=True))
 
 
-def free_port(file: str, rank: int) -> str:
-    """A port that the kernel has chosen for rank 0, and that it tells the others; the same for the same file."""
-    if rank == 0 and not os.path.exists(file):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            Path(file + ".new").write_text(str(server.getsockname()[1]))
-        os.rename(file + ".new", file)
-    wait_until(lambda: os.path.exists(file))
-    return Path(file).read_text()
-
-
 def test_sessions_that_start_worlds_one_after_another_leave_what_the_first_left(tmp_path: Path) -> None:
-    with ProcessWorld(2) as world:
-        for counts in world.run(worlds, str(tmp_path), 5, timeout=180):
+    with ExitStack() as held, ProcessWorld(2) as world:
+        ports = [held.enter_context(held_port()) for _ in range(3)]
+        for counts in world.run(worlds, str(tmp_path), ports, timeout=180):
             assert all(fits(one, counts[0]) for one in counts), counts
             assert counts[0][1] == 1, "the heart, which answers `holdfast doctor` from then on"
 

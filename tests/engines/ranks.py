@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 from tests.docs.pages import code, text
 from tests.engines.faults import FAULTS
 from tests.engines.models import LAYOUTS, publish, stand_in_for_operators
+from tests.support.ports import held_port
 
 STALE = next(fault for fault in FAULTS if fault.name == "stale layer")
 
@@ -168,9 +168,7 @@ if __name__ == "__main__":
     stand_in_for_operators()
     if not (folder / "model").exists():
         publish(kind, folder / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(
-        run, args=(kind, layout, folder, port), nprocs=LAYOUTS[layout][0], start_method="spawn"
-    )
+    with held_port() as port:
+        torch.multiprocessing.start_processes(
+            run, args=(kind, layout, folder, port), nprocs=LAYOUTS[layout][0], start_method="spawn"
+        )

@@ -7,7 +7,6 @@ themselves: for tests/equality/test_engine.py, which needs no vLLM. Run by the P
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from tests.engines.models import LAYOUTS, publish, stand_in_for_operators
 from tests.engines.ranks import engine
+from tests.support.ports import held_port
 
 RECORDED = {
     "llama": "TP4",
@@ -90,11 +90,9 @@ def main(folder: Path, kinds: list[str]) -> None:
     for kind in kinds or RECORDED:
         if not (folder / kind).exists():
             publish(kind, folder / kind)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         ranks = LAYOUTS[RECORDED[kind]][0]
-        torch.multiprocessing.start_processes(record, (kind, folder, port), ranks, start_method="spawn")
+        with held_port() as port:
+            torch.multiprocessing.start_processes(record, (kind, folder, port), ranks, start_method="spawn")
         for rank in range(ranks):
             (TO / f"{kind}-{rank}.npz").write_bytes((folder / f"{kind}-{rank}.npz").read_bytes())
 

@@ -24,6 +24,7 @@ from holdfast._core.roster.tcp_client import PATIENCE, TcpClient
 from holdfast._core.roster.torch_store import TorchRoster, _Connections
 from holdfast.errors import RosterLost
 from holdfast.testing.roster_contract import RosterContract
+from tests.support.ports import held_port
 from tests.support.waiting import wait_until
 
 
@@ -232,12 +233,14 @@ for life in range(2):
     gc.collect()
     assert store() is None
 """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(port)], capture_output=True, text=True, timeout=120, check=False
-    )
+    with held_port() as port:
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(port)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
 
 

@@ -20,7 +20,8 @@ import torch
 import holdfast
 from holdfast._core.store.local import open_store
 from holdfast.errors import CommitUnconfirmed, HoldfastError, StorageError
-from tests.support.object_servers import BUCKET, HOST, Proxy, free_port, moto, request, s3_environment
+from tests.support.object_servers import BUCKET, Proxy, moto, request, s3_environment
+from tests.support.ports import HOST, held_port
 from tests.support.processes import ProcessWorld, Result
 
 pytest.importorskip("obstore")
@@ -178,28 +179,31 @@ def test_a_real_server_that_ignores_conditions_is_refused(
     program = find(name)
     if program is None:
         pytest.skip(f"{name} (of PyPI) is not installed")
-    port = free_port()
-    command = [part.format(folder=tmp_path, port=port) for part in COMMANDS[name]]
-    keys = {"NANIO_ACCESS_KEY": "key", "NANIO_SECRET_KEY": "very-secret"}
-    for key, value in s3_environment(port).items():
-        monkeypatch.setenv(key, value)
-    (tmp_path / BUCKET).mkdir()  # both keep a bucket as a folder
-    server = subprocess.Popen(
-        [program, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **keys}
-    )
-    try:
-        ends = time.monotonic() + 60
-        while True:
-            with suppress(OSError):
-                request(port, "GET", "/")
-                break
-            assert time.monotonic() < ends, f"{name} did not start"
-            time.sleep(0.1)
-        store = open_store(f"s3://{BUCKET}/run")
-        # Not by a save: nanio does not know ranges that end behind an object, and fails before.
-        with pytest.raises(StorageError, match="its server ignores conditions of writes"):
-            store.publish("index", b"1" * 64, None)
-        assert store.list() == []
-    finally:
-        server.kill()
-        server.wait(30)
+    with held_port() as port:
+        command = [part.format(folder=tmp_path, port=port) for part in COMMANDS[name]]
+        keys = {"NANIO_ACCESS_KEY": "key", "NANIO_SECRET_KEY": "very-secret"}
+        for key, value in s3_environment(port).items():
+            monkeypatch.setenv(key, value)
+        (tmp_path / BUCKET).mkdir()  # both keep a bucket as a folder
+        server = subprocess.Popen(
+            [program, *command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **keys},
+        )
+        try:
+            ends = time.monotonic() + 60
+            while True:
+                with suppress(OSError):
+                    request(port, "GET", "/")
+                    break
+                assert time.monotonic() < ends, f"{name} did not start"
+                time.sleep(0.1)
+            store = open_store(f"s3://{BUCKET}/run")
+            # Not by a save: nanio does not know ranges that end behind an object, and fails before.
+            with pytest.raises(StorageError, match="its server ignores conditions of writes"):
+                store.publish("index", b"1" * 64, None)
+            assert store.list() == []
+        finally:
+            server.kill()
+            server.wait(30)

@@ -8,7 +8,6 @@ import hmac
 import http.client
 import itertools
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import pytest
 from holdfast._core.store.base import Store
 from holdfast._core.store.local import open_store
 from holdfast.testing import StoreContract
-from tests.support.object_servers import HOST
+from tests.support.ports import HOST, held_port
 
 pytest.importorskip("obstore")
 pytestmark = [
@@ -52,26 +51,26 @@ def make_container(port: int) -> int:
 
 @pytest.fixture(scope="module")
 def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
-    folder: Path = tmp_path_factory.mktemp("azurite")
-    command = ["azurite-blob", "--blobHost", HOST, "--blobPort", str(port), "-l", str(folder)]
-    server = subprocess.Popen(
-        [*command, "--silent", "--skipApiVersionCheck"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        ends = time.monotonic() + 60
-        while True:
-            with suppress(OSError):
-                assert make_container(port) == 201
-                break
-            assert time.monotonic() < ends, "Azurite did not start"
-            time.sleep(0.1)
-        yield port
-    finally:
-        server.kill()
-        server.wait(30)
+    with held_port() as port:
+        folder: Path = tmp_path_factory.mktemp("azurite")
+        command = ["azurite-blob", "--blobHost", HOST, "--blobPort", str(port), "-l", str(folder)]
+        server = subprocess.Popen(
+            [*command, "--silent", "--skipApiVersionCheck"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            ends = time.monotonic() + 60
+            while True:
+                with suppress(OSError):
+                    assert make_container(port) == 201
+                    break
+                assert time.monotonic() < ends, "Azurite did not start"
+                time.sleep(0.1)
+            yield port
+        finally:
+            server.kill()
+            server.wait(30)
 
 
 class TestAzure(StoreContract):

@@ -21,44 +21,39 @@ from typing import Any
 
 import pytest
 
-HOST = "127.0.0.1"
+from tests.support.ports import HOST, held_port
+
 BUCKET = "bucket"
 Rule = Callable[[str, str, str, int], str]
 """Given the method, path and query of a request and its number, what happens to it: see `Proxy`."""
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        return int(free.getsockname()[1])
-
-
 @contextmanager
 def moto(started: list[subprocess.Popen[bytes]] | None = None) -> Iterator[int]:
     """Run moto's S3 with a bucket; yield its port. started: receives its process."""
-    port = free_port()
-    server = subprocess.Popen(
-        [str(Path(sys.executable).with_name("moto_server")), "-H", HOST, "-p", str(port)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": "1000"},
-    )
-    if started is not None:
-        started.append(server)
-    try:
-        ends = time.monotonic() + 60
-        while True:
-            with suppress(OSError):
-                assert request(port, "PUT", f"/{BUCKET}")[0] == 200
-                break
-            assert time.monotonic() < ends, "moto did not start"
-            assert server.poll() is None, "moto ended"
-            time.sleep(0.05)
-        yield port
-    finally:
-        server.kill()
-        server.wait(30)
+    with held_port() as port:
+        server = subprocess.Popen(
+            [str(Path(sys.executable).with_name("moto_server")), "-H", HOST, "-p", str(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": "1000"},
+        )
+        if started is not None:
+            started.append(server)
+        try:
+            ends = time.monotonic() + 60
+            while True:
+                with suppress(OSError):
+                    assert request(port, "PUT", f"/{BUCKET}")[0] == 200
+                    break
+                assert time.monotonic() < ends, "moto did not start"
+                assert server.poll() is None, "moto ended"
+                time.sleep(0.05)
+            yield port
+        finally:
+            server.kill()
+            server.wait(30)
 
 
 def request(port: int, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
@@ -129,12 +124,23 @@ class Proxy:
     def __init__(self, upstream: int, change: Callable[[Any], Any] | None = None) -> None:
         self.upstream, self.rule, self.change = upstream, _passes, change
         self._lock, self._seen = threading.Lock(), list[str]()
+        self._open = set[socket.socket]()
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             # A reply goes in two writes, the second of which would wait 40 ms for the acknowledgement of the first.
             disable_nagle_algorithm = True
+
+            def setup(self) -> None:
+                super().setup()
+                with proxy._lock:
+                    proxy._open.add(self.connection)
+
+            def finish(self) -> None:
+                with proxy._lock:
+                    proxy._open.discard(self.connection)
+                super().finish()
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -161,6 +167,10 @@ class Proxy:
         self._stopped.set()
         self._server.shutdown()
         self._server.server_close()
+        with self._lock:
+            for connection in self._open:  # a client keeps its own, and the thread of each, for minutes
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def requests(self) -> list[str]:
         """Return the requests since the last such call, each as its method, what kind it is, and its fate."""

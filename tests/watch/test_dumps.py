@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import pickle
 import random
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -81,11 +79,25 @@ def test_torchs_own_records_are_read(tmp_path: Path) -> None:
 
 
 def test_stacks_of_faulthandler(tmp_path: Path) -> None:
-    with open(tmp_path / "rank-3.txt", "w") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-    stacks = read_all([str(tmp_path / "rank-3.txt")]).ranks[3].stacks
-    assert any(call.function == "test_stacks_of_faulthandler" for call in stacks[0].calls)
-    assert len(stacks) >= len([one for one in threading.enumerate() if one.is_alive()]) - 1
+    """Of a process of its own: this one has the threads that other tests have left."""
+    (tmp_path / "train.py").write_text(
+        "import faulthandler, sys, threading\n"
+        "end = threading.Event()\n"
+        "threads = [threading.Thread(target=end.wait) for _ in range(5)]\n"
+        "for one in threads:\n"
+        "    one.start()\n"
+        "def train():\n"
+        "    with open(sys.argv[1], 'w') as file:\n"
+        "        faulthandler.dump_traceback(file, all_threads=True)\n"
+        "train()\n"
+        "end.set()\n"
+    )
+    dump = str(tmp_path / "rank-3.txt")
+    subprocess.run([sys.executable, str(tmp_path / "train.py"), dump], check=True, timeout=60)
+    stacks = read_all([dump]).ranks[3].stacks
+    assert [call.function for call in stacks[0].calls] == ["train", "<module>"]
+    assert len(stacks) == 6
+    assert all(one.calls[-1].function == "_bootstrap" for one in stacks[1:])
 
 
 def test_stacks_of_py_spy(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 import os
-import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -42,14 +41,8 @@ class Trainer:
     def pid(self) -> int:
         return os.getpid()
 
-    def address(self) -> str:
-        """Where the ranks are to meet; rank 0 hosts it."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
     def open(self, address: str, world: int, layout: Layout) -> None:
-        """Groups, model and optimizer."""
+        """Groups, model and optimizer. address: where the ranks meet; rank 0 hosts it."""
         import torch.distributed as dist
         from megatron.core import parallel_state
 

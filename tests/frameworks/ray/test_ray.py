@@ -23,6 +23,7 @@ import pytest
 
 from tests.frameworks.megatron.models import Layout
 from tests.frameworks.ray.jobs import Idle, Trainer
+from tests.support.ports import HOST, held_port
 from tests.support.third_parties import needs
 from tests.support.waiting import ended, wait_until
 
@@ -57,8 +58,8 @@ class Cluster:
         return [remote.remote(*([rank, *args] if args else [])) for rank in range(count)]
 
     def open(self, trainers: list[Any], layout: Layout) -> None:
-        address = answers(trainers[:1], "address")[0]
-        answers(trainers, "open", address, len(trainers), layout)
+        with held_port() as port:
+            answers(trainers, "open", f"tcp://{HOST}:{port}", len(trainers), layout)
 
     def logs(self) -> str:
         """What the actors have written to their terminals."""

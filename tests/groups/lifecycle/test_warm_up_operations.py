@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from holdfast._groups.lifecycle.warm_up import chosen_operations
 from holdfast._groups.session.session import GroupSession
 from holdfast.errors import BadInput
 from tests.groups.lifecycle import operation_jobs as jobs
+from tests.support.ports import held_port
 from tests.support.processes import ProcessWorld
 from tests.support.waiting import ended
 
@@ -177,10 +177,7 @@ def test_operations_that_there_are_not(given: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes a GPU a rank")
 def test_nothing_is_opened_after_a_warm_up_over_nccl() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with ProcessWorld(2) as world:
+    with held_port() as port, ProcessWorld(2) as world:
         for issued, opened, as_free_as_before in world.run(jobs.over_nccl, port, timeout=300):
             assert issued["PIPELINE_MODEL_PARALLEL_GROUP"] == ("all_reduce", "pairs")
             assert issued["EXPERT_MODEL_PARALLEL_GROUP"] == ("all_reduce", "all_to_all")

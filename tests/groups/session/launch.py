@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
+
+from tests.support.ports import held_port
 
 ROOT = Path(__file__).parents[3]
 WORLD = 4
@@ -43,30 +44,30 @@ class Forks:
 
     def run(self, args: list[str], ranks: list[int], world: int, terminal: Path, limit: float) -> Ended:
         """Run the program with these arguments on some ranks; who is still there after `limit` s is killed."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        terminal.touch()
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-        job = {"env": env, "args": args, "terminal": str(terminal), "ranks": ranks}
-        orders, answers = self._process.stdin, self._process.stdout
-        assert orders is not None
-        assert answers is not None
-        begun = time.monotonic()
-        print(json.dumps(job), file=orders, flush=True)
-        pids: dict[str, int] = json.loads(answers.readline())
-        stuck = threading.Timer(
-            limit,
-            lambda: [os.kill(pid, signal.SIGKILL) for pid in pids.values() if Path(f"/proc/{pid}").exists()],
-        )
-        stuck.start()
-        codes: dict[int, int] = {}
-        while len(codes) < len(ranks):
-            rank, code = json.loads(answers.readline())
-            codes[rank] = code
-        seconds = time.monotonic() - begun
-        stuck.cancel()
-        return Ended([codes[rank] for rank in ranks], seconds, terminal.read_text())
+        with held_port() as port:
+            terminal.touch()
+            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+            job = {"env": env, "args": args, "terminal": str(terminal), "ranks": ranks}
+            orders, answers = self._process.stdin, self._process.stdout
+            assert orders is not None
+            assert answers is not None
+            begun = time.monotonic()
+            print(json.dumps(job), file=orders, flush=True)
+            pids: dict[str, int] = json.loads(answers.readline())
+            stuck = threading.Timer(
+                limit,
+                lambda: [
+                    os.kill(pid, signal.SIGKILL) for pid in pids.values() if Path(f"/proc/{pid}").exists()
+                ],
+            )
+            stuck.start()
+            codes: dict[int, int] = {}
+            while len(codes) < len(ranks):
+                rank, code = json.loads(answers.readline())
+                codes[rank] = code
+            seconds = time.monotonic() - begun
+            stuck.cancel()
+            return Ended([codes[rank] for rank in ranks], seconds, terminal.read_text())
 
     def __enter__(self) -> Self:
         return self
