@@ -153,6 +153,16 @@ _SIGLIP = {
 _CLIP = {**_SIGLIP, "model_type": "clip_vision_model"}
 VISION = {
     "Gemma3Config": _SIGLIP,
+    "Gemma4Config": {
+        "model_type": "gemma4_vision",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "position_embedding_size": 16,
+    },
     "LlavaConfig": _SIGLIP,
     "LlavaNextConfig": _SIGLIP,
     "LlavaNextVideoConfig": _SIGLIP,
@@ -492,7 +502,7 @@ def publish(tiny: Tiny, folder: Path, change: Callable[[Any], None] | None = Non
         for parameter in model.parameters():
             parameter.normal_(0, 0.3) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.uniform_(0, 0.1)
         for name, parameter in model.named_parameters():
             # Hunyuan turns queries and keys before these norms, megatron-core after them: that is the same
