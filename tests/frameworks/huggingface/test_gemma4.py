@@ -83,7 +83,9 @@ def test_keys_that_are_values_are_loaded_twice_and_exported_once(
     state |= {
         key.removeprefix("model."): torch.zeros_like(value)
         for key, value in there.items()
-        if key.startswith(("model.vision_tower.", "model.embed_vision."))
+        if key.startswith(
+            ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
+        )
     }
     holdfast.load(state, folder, job=ALONE)
     layers = "model.language_model.layers" if prefix else "model.layers"

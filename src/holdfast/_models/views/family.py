@@ -133,7 +133,7 @@ class View:
         entry, numbers, axes = self.find(name) or self.family.refuse(name)
         layers = self._layers_of_type(name, entry, numbers) if entry.layer_type else None
         lead, tail = shape[: len(axes)], shape[len(axes) :]
-        if not tail:
+        if not tail and not entry.is_unchanged:  # a part of the model that has no table may hold numbers
             raise BadInput(f"{name!r} has shape {list(shape)}, which has too few axes for what it is.")
         for axis, many in zip(axes, lead, strict=True):
             self._check_number(name, axis, many, layers)
