@@ -13,6 +13,7 @@ from holdfast._core.layout.box import Box, whole
 from holdfast._models.views.family import View, families, view_of
 from holdfast._models.views.mapping import WAYS, Segment, Sizes
 from holdfast.errors import BadInput, ShapeMismatch
+from holdfast.huggingface import mapping_of
 from tests.support.boxes import tiles
 
 FAMILIES = {family.name: family for family in families().values()}
@@ -275,6 +276,8 @@ def test_a_tensor_of_layers_of_one_type_has_these_alone() -> None:
     for name in (f"decoder.layers.0.{full}", f"decoder.layers.3.{full}"):
         with pytest.raises(BadInput, match="is of a layer of the type 'full_attention', which layer_types"):
             published(name, 4, 8)
+    qkv = mapping_of("gemma4_text", "decoder.layers.1.self_attention_global.linear_qkv.weight")
+    assert "layers.1.self_attn.k_proj.weight, if attention_k_eq_v is true in config.json)" in qkv
     with pytest.raises(BadInput, match="does not say layer_types, by which layers have 'decoder"):
         list(
             View(FAMILIES["gemma4_text"], sizes).segments(

@@ -106,7 +106,7 @@ def grouped(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
 def grouped_tied(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """As `grouped`, of a global layer whose keys are its values, too: ours has a copy of the keys in the
     place of the values, which the model does not use. There are `num_global_key_value_heads` groups."""
-    groups = sizes.get("num_global_key_value_heads") or sizes["num_key_value_heads"]
+    groups = sizes.get("num_global_key_value_heads", sizes["num_key_value_heads"])
     parts = _in_groups((*names, names[-1]), shape, sizes["num_attention_heads"], groups)
     return [part._replace(is_copy=place % 3 == 2) for place, part in enumerate(parts)]
 
