@@ -13,11 +13,14 @@ from holdfast._core.layout.box import Box, whole
 from holdfast._models.views.family import View, families, view_of
 from holdfast._models.views.mapping import WAYS, Segment, Sizes
 from holdfast.errors import BadInput, ShapeMismatch
+from holdfast.huggingface import mapping_of
 from tests.support.boxes import tiles
 
 FAMILIES = {family.name: family for family in families().values()}
 LAYERS, EXPERTS = 3, 4
 MOST_AXES = 2
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+FLAGS = ("attention_k_eq_v", "enable_moe_block")
 MAMBA = {"mamba_num_heads": 3, "mamba_head_dim": 2, "n_groups": 2, "ssm_state_size": 4}
 
 
@@ -69,7 +72,9 @@ def models(draw: st.DrawFn) -> tuple[View, str, tuple[int, ...]]:
     groups, heads, head = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
     keys, values = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     key, value = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    global_groups = draw(st.sampled_from([some for some in (1, 2, 3) if groups * heads % some == 0]))
     sizes = {
+        "num_global_key_value_heads": global_groups,
         "linear_num_key_heads": keys,
         "linear_num_value_heads": keys * values,
         "linear_key_head_dim": key,
@@ -81,21 +86,24 @@ def models(draw: st.DrawFn) -> tuple[View, str, tuple[int, ...]]:
         "vocab_size": draw(st.integers(5, 9)),
         **MAMBA,
     }
-    view = View(family, sizes)
+    flags = {flag: draw(st.booleans()) for flag in FLAGS}
+    view = View(family, sizes, config={"layer_types": TYPES, **flags})
     name = draw(st.sampled_from(list(family.entries)))
     found = family.find(name)
     assert found is not None
     entry, _, axes = found
     rows = {
         "grouped": groups * (heads + 2) * head,
+        "grouped_tied": (groups * heads + 2 * global_groups) * head,
         "grouped_joined": groups * (heads + 2) * head,
         "gated": groups * (2 * heads + 2) * head,
         "padded": sizes["vocab_size"] + draw(st.integers(0, 4)),
         **rows_of_parts(sizes),
-    }.get(entry.rule.way, 2 * draw(st.integers(1, 4)))
+    }.get(view.rule(entry, {"layer": 0, "expert": 0})[0].way, 2 * draw(st.integers(1, 4)))
     is_vector = name.endswith("bias") or "norm" in name or entry.rule.way == "lowered"
     tail = (rows,) if is_vector else (rows, draw(st.integers(1, 4)))
-    lead = tuple({"layer": 1 if name.startswith("mtp") else LAYERS, "expert": EXPERTS}[axis] for axis in axes)
+    layers = sum(view.has_layer(entry, layer) for layer in range(LAYERS))
+    lead = tuple({"layer": 1 if name.startswith("mtp") else layers, "expert": EXPERTS}[axis] for axis in axes)
     return view, name, (*lead, *tail)
 
 
@@ -136,6 +144,9 @@ def check_covered(view: View, name: str, shape: tuple[int, ...]) -> None:
         covered = (view.sizes["vocab_size"], *shape[1:])
     assert tiles(covered, *boxes_of(segments))
     published: dict[str, list[Segment]] = defaultdict(list)
+    copies = {(segment.name, segment.theirs(segment.box)) for segment in segments if segment.is_copy}
+    segments = [segment for segment in segments if not segment.is_copy]
+    assert copies <= {(segment.name, segment.theirs(segment.box)) for segment in segments}
     for segment in [*segments, *of_the_rest(view, name, shape)]:
         published[segment.name].append(segment)
     for parts in published.values():
@@ -177,10 +188,11 @@ def test_a_cut_takes_its_own_part_and_finds_it_back(
 
 def test_every_way_is_used() -> None:
     used = {
-        found[0].rule.way
+        rule.way
         for family in FAMILIES.values()
-        for name in family.entries
-        if (found := family.find(name)) is not None
+        for entry in family.entries.values()
+        for rule in (entry.rule, entry.rule.otherwise)
+        if rule is not None
     }
     assert set(WAYS) == used
 
@@ -244,3 +256,31 @@ def test_what_a_configuration_or_a_shape_lacks_is_named(
     view = view_of({"model_type": "deepseek_v3", "num_attention_heads": 4}, "config.json")
     with pytest.raises(BadInput, match=words):
         list(view.segments(name, shape, whole(shape)))
+
+
+def test_a_tensor_of_layers_of_one_type_has_these_alone() -> None:
+    """As an axis, or one by one: the number in a name is that of the layer among all."""
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    view = View(FAMILIES["gemma4_text"], sizes, config={"layer_types": TYPES})
+    sliding, full = (f"self_attention_{kind}.linear_proj.weight" for kind in ("sliding", "global"))
+
+    def published(name: str, *shape: int) -> list[str]:
+        return [segment.name for segment in view.segments(name, shape, whole(shape))]
+
+    layers = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(3)]
+    assert published(f"decoder.layers.{sliding}", 2, 4, 4) == [layers[0], layers[2]]
+    assert published(f"decoder.layers.{full}", 1, 4, 8) == [layers[1]]
+    assert published(f"decoder.layers.2.{sliding}", 4, 4) == [layers[2]]
+    with pytest.raises(ShapeMismatch, match="has 3 layers, and the published model 2"):
+        published(f"decoder.layers.{sliding}", 3, 4, 4)
+    for name in (f"decoder.layers.0.{full}", f"decoder.layers.3.{full}"):
+        with pytest.raises(BadInput, match="is of a layer of the type 'full_attention', which layer_types"):
+            published(name, 4, 8)
+    qkv = mapping_of("gemma4_text", "decoder.layers.1.self_attention_global.linear_qkv.weight")
+    assert "layers.1.self_attn.k_proj.weight, if attention_k_eq_v is true in config.json)" in qkv
+    with pytest.raises(BadInput, match="does not say layer_types, by which layers have 'decoder"):
+        list(
+            View(FAMILIES["gemma4_text"], sizes).segments(
+                f"decoder.layers.{full}", (1, 4, 8), whole((1, 4, 8))
+            )
+        )

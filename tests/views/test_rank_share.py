@@ -38,6 +38,9 @@ CONFIG = {
     "mamba_head_dim": 4,
     "n_groups": 2,
     "ssm_state_size": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
 }
 ROWS = {
     "gated": 32,
@@ -179,6 +182,25 @@ def test_a_checkpoint_without_a_gate_is_cut_once() -> None:
     assert state not in of_stored(specs, share, 1, True).boxes
     assert "rng@1.state" not in of_stored(specs, share, 0, False).boxes
     assert union(needs.boxes["decoder.layers.mlp.strange.weight"]) == [whole((2, 8, 16))]
+
+
+def test_of_an_axis_of_layers_of_one_type_all_are_needed() -> None:
+    """Which of them a rank has is not told by a checkpoint."""
+    specs = {
+        name: TensorSpec(name, CODE_OF["float32"], shape)
+        for name, shape in {
+            "decoder.layers.pre_mlp_layernorm.weight": (6, 8),
+            "decoder.layers.self_attention_sliding.linear_proj.weight": (5, 8, 4),
+            "decoder.layers.self_attention_global.linear_proj.weight": (1, 8, 8),
+        }.items()
+    }
+    grid = Grid(4, tp=2, pp=2)
+    share = share_of(grid, 2, sizes_stored(specs, 0), stages_of(grid, 6, None))
+    assert of_stored(specs, share, 2, False).boxes == {
+        "decoder.layers.pre_mlp_layernorm.weight": [Box((3, 0), (3, 8))],
+        "decoder.layers.self_attention_sliding.linear_proj.weight": [Box((0, 0, 0), (5, 8, 2))],
+        "decoder.layers.self_attention_global.linear_proj.weight": [Box((0, 0, 0), (1, 8, 4))],
+    }
 
 
 def test_eight_ranks_of_256_need_little_of_a_large_model() -> None:

@@ -128,6 +128,8 @@ def test_folders_and_packages_bring_some_and_the_command_lists_them(
         (PLAIN + '["x.*"]\nwithin = "decoder.layers"\n', r"line 5: there is no section 'decoder.layers'"),
         (PLAIN + '["x.*"]\npublished = "model."\n', r"line 5: 'model.' does not end with \*"),
         ('inside = { "a" = "b" }\n' + PLAIN, r"line 1: 'inside' is no list.*Write inside = \["),
+        (PLAIN + LAYERS + '"mlp.x" = "a or if flag"\n', r"line 5, 'mlp.x': '' is no entry of a table"),
+        ("layer_types = 1\n" + PLAIN, r"line 1: 'layer_types' is no table of texts"),
         ("unchanged = 1\n" + PLAIN, r"line 1: 'unchanged' is no table of texts"),
     ],
 )

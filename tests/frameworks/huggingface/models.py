@@ -109,8 +109,8 @@ class Tiny:
             tied = {"tie_word_embeddings": sizes["tie_word_embeddings"]}
             inner = {**sizes, "model_type": self.text}
             sizes = {"text_config": inner, "vision_config": VISION[self.config], **tied}
-            if "Omni" in self.config:
-                sizes["audio_config"] = EARS
+            if self.config in EARS:
+                sizes["audio_config"] = EARS[self.config]
         return getattr(transformers, self.config)(**sizes)
 
     @property
@@ -153,6 +153,17 @@ _SIGLIP = {
 _CLIP = {**_SIGLIP, "model_type": "clip_vision_model"}
 VISION = {
     "Gemma3Config": _SIGLIP,
+    "Gemma4Config": {
+        "model_type": "gemma4_vision",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "position_embedding_size": 16,
+        "use_clipped_linears": True,
+    },
     "LlavaConfig": _SIGLIP,
     "LlavaNextConfig": _SIGLIP,
     "LlavaNextVideoConfig": _SIGLIP,
@@ -194,16 +205,26 @@ VISION = {
 }
 """What each model that contains a language model sees with."""
 EARS = {
-    "d_model": 32,
-    "encoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "output_dim": 32,
-    "num_mel_bins": 16,
-    "downsample_hidden_size": 8,
-    "max_source_positions": 16,
+    "Gemma4Config": {
+        "model_type": "gemma4_audio",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "subsampling_conv_channels": [8, 4],
+        "output_proj_dims": 32,
+    },
+    "Qwen3OmniMoeThinkerConfig": {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "output_dim": 32,
+        "num_mel_bins": 16,
+        "downsample_hidden_size": 8,
+        "max_source_positions": 16,
+    },
 }
-"""What Qwen3-Omni hears with."""
+"""What each of those that hear hears with."""
 
 
 def _squared_relu(values: torch.Tensor) -> torch.Tensor:
@@ -492,7 +513,7 @@ def publish(tiny: Tiny, folder: Path, change: Callable[[Any], None] | None = Non
         for parameter in model.parameters():
             parameter.normal_(0, 0.3) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.uniform_(0, 0.1)
         for name, parameter in model.named_parameters():
             # Hunyuan turns queries and keys before these norms, megatron-core after them: that is the same

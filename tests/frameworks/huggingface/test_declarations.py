@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast._models.views.family import Family, families
+from holdfast._models.views.entries import Family
+from holdfast._models.views.family import families
 
 FROZEN = Path(__file__).with_name("declarations.toml")
 NOT_IN_TRANSFORMERS = {"kimi_k2", "bailing_moe_v2", "sarvam_moe", "sarvam_mla", "deepseek_v32"}

@@ -60,6 +60,8 @@ def under_published_names(table: ShardTable, view: View) -> tuple[ShardTable, bo
             seen.add(spec, box, table.replicas[row], table.unsharded[row], table.memory[row])
             continue
         for segment in view.segments(spec.name, spec.shape, box):
+            if segment.is_copy:
+                continue
             if segment.change or segment.split:
                 raise BadInput(
                     f"{spec.name!r} is not {segment.name!r} in another order only: it has no fingerprint "

@@ -51,6 +51,8 @@ def mapping_of(model_type: str, name: str) -> str:
     text = f"{name} is {published_names(rule)}"
     if rule.layout is not None:
         text += f" (in one of two layouts, {rule.way} or {rule.layout.way}: its shape decides)"
+    elif other is not None and rule.flag:
+        text += f" (or {published_names(other)}, if {rule.flag} is true in config.json)"
     elif other is not None:
         text += f" (or {published_names(other)}, if the model has no such tensor)"
     for way in dict.fromkeys((rule.way, other.way if other is not None else "same")):

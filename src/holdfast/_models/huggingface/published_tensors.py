@@ -156,6 +156,8 @@ def plan_export(
             else view.segments(name, spec.shape, whole(spec.shape))
         )
         for segment in segments:
+            if segment.is_copy:
+                continue
             code = _code(spec, wanted_code(segment.name), dtype is None)
             tensor = by_name.setdefault(segment.name, PublishedTensor(segment.name, code, segment.published))
             tensor.pieces.append(Piece(spec, segment))

@@ -386,4 +386,4 @@ def _segments(base: PublishedModel, name: str, shape: Dims) -> list[Segment] | N
     view = base.view_if_known
     if view is None or not view.knows(name):
         return None
-    return list(view.segments(name, shape, whole(shape)))
+    return [segment for segment in view.segments(name, shape, whole(shape)) if not segment.is_copy]

@@ -1,11 +1,4 @@
-"""Families of models: tables that map each megatron-core tensor to published tensors.
-
-A table (`tables`) has a section for each kind of layer. A section's key is the prefix of our names,
-`published` the prefix of the published names, and each entry maps one of our names to a rule for its source
-(`rules.parse`). "Ours" are megatron-core's names and tensors, or transformers' where a table lists those.
-`extends` names one or more tables that are read first; `within` names a section whose entries are copied,
-with megatron-core's `transformer_layer` or `mtp_model_layer` before them.
-"""
+"""Published models as megatron-core names and shapes them, by the tables of their families (`entries`)."""
 
 from __future__ import annotations
 
@@ -14,93 +7,24 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import product
-from typing import NamedTuple, NoReturn
+from types import MappingProxyType
 
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import Dims, nearest
 from holdfast._models.views import tables
+from holdfast._models.views.entries import NUMBER, Family, Found, TableEntry
 from holdfast._models.views.mapping import WAYS, Segment, Sizes
-from holdfast._models.views.rules import Rule, parse
+from holdfast._models.views.rules import Rule
 from holdfast._models.views.sizes import Numbers, sizes_of
 from holdfast.errors import BadInput, ShapeMismatch
 
-_NUMBER = re.compile(r"\.\d+(?=\.|\Z)")
-_HOLES = re.compile(r"\.\{(layer|expert)\}")
-_INNER = ("transformer_layer.", "mtp_model_layer.")
-"""Prefixes of megatron-core for the layer inside a multi-token prediction layer: 0.16, and since 0.19."""
 OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Published names of the output layer and of the embedding, in a model that no other one contains."""
 _ANY_HOLE = re.compile(r"\{\w+\}")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
-class TableEntry(NamedTuple):
-    name: str
-    """Our name, with the placeholders `{layer}` and `{expert}`."""
-    pattern: re.Pattern[str]
-    """Matches the entry's names. If a number is missing, the tensor has an axis for it."""
-    holes: tuple[str, ...]
-    """The placeholders in the name, in order: `layer`, `expert`."""
-    rule: Rule
-    prefix: str
-    """Prefix of the published names."""
-    is_unchanged: bool = False
-    """Is it of a part of the model that has no other form, and so no table?"""
-
-
 ShapeOf = Callable[[str], Dims | None]
-Found = tuple[TableEntry, dict[str, int], list[str]]
-"""An entry, the numbers in a name, and the placeholders that are axes of the tensor."""
-
-
-class Family:
-    """A family of models with the same table."""
-
-    def __init__(self, table: tables.Table) -> None:
-        self.name, self.about, self._table = table.name, table.about, table
-        self.entries: dict[str, TableEntry] = {}
-        """Entries by our name, without numbers of layers and experts."""
-        for section, rules in table.sections.items():
-            prefix = rules.get("published", "*").removesuffix("*")
-            for ours, rule in rules.items():
-                if ours not in tables.LINKS:
-                    self._add(section.removesuffix("*") + ours, rule, prefix)
-            for ours, rule in table.sections.get(rules.get("within", ""), {}).items():
-                for inner in _INNER if ours not in tables.LINKS else ():
-                    self._add(section.removesuffix("*") + inner + ours, rule, prefix)
-
-    def _add(self, ours: str, rule: str, prefix: str) -> None:
-        pattern = re.escape(_HOLES.sub(r".<\1>", ours))
-        pattern = re.sub(r"\\\.<(\w+)>", r"(?:\\.(?P<\1>\\d+))?", pattern)
-        holes = tuple(_HOLES.findall(ours))
-        self.entries[_HOLES.sub("", ours)] = TableEntry(
-            ours, re.compile(pattern), holes, parse(rule, f"{self._table.file}, {ours!r}"), prefix
-        )
-
-    def find(self, name: str) -> Found | None:
-        """Return the entry of a name, the numbers in it, and the holes that are axes of the tensor."""
-        entry = self.entries.get(_NUMBER.sub("", name))
-        if entry is None or (match := entry.pattern.fullmatch(name)) is None:
-            return None
-        numbers = {hole: int(digits) for hole, digits in match.groupdict().items() if digits is not None}
-        return entry, numbers, [hole for hole in entry.holes if hole not in numbers]
-
-    def get(self, name: str) -> Found:
-        """Do the same as `find`; raise BadInput for a name that the family does not have."""
-        found = self.find(name)
-        return self.refuse(name) if found is None else found
-
-    def refuse(self, name: str) -> NoReturn:
-        near, numbers, hint = nearest(_NUMBER.sub("", name), self.entries), iter(_NUMBER.findall(name)), ""
-        if near:
-            # With the numbers of the given name, where a tensor has them.
-            like = _HOLES.sub(lambda _: next(numbers, ""), self.entries[near].name)
-            hint = f"The nearest of its names is {like!r}."
-        raise BadInput(f"The family {self.name!r} has no {name!r}.", hint=hint)
-
-    @property
-    def table(self) -> tables.Table:
-        return self._table
 
 
 class View:
@@ -112,6 +36,7 @@ class View:
     named: without `has`, tells it only to find the language model inside of another one.
     shape: returns the shape of a published tensor, for those that are published in two layouts; None: of
         these, the first in the table applies.
+    config: the configuration of the language model, for what is no number.
     """
 
     def __init__(
@@ -123,8 +48,9 @@ class View:
         outer: tables.Table | None = None,
         named: Callable[[str], bool] | None = None,
         shape: ShapeOf | None = None,
+        config: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        self._shape = shape
+        self._shape, self._config = shape, config
         self.family, self.sizes = family, Numbers(sizes)
         self.is_tied, self._has, self.outer = is_tied, has, outer
         inner = family.table
@@ -205,24 +131,53 @@ class View:
         """Yield the segments that make up a box of the tensor `name`, of global `shape`. The rest of the box
         is padding."""
         entry, numbers, axes = self.find(name) or self.family.refuse(name)
+        layers = self._layers_of_type(name, entry, numbers) if entry.layer_type else None
         lead, tail = shape[: len(axes)], shape[len(axes) :]
-        if not tail:
+        if not tail and not entry.is_unchanged:  # a part of the model that has no table may hold numbers
             raise BadInput(f"{name!r} has shape {list(shape)}, which has too few axes for what it is.")
         for axis, many in zip(axes, lead, strict=True):
-            self._check_number(name, axis, many)
+            self._check_number(name, axis, many, layers)
         ahead = [range(low, stop) for low, stop in zip(box.offset, box.stop, strict=True)][: len(axes)]
         for place in product(*ahead):
             these = {**numbers, **dict(zip(axes, place, strict=True))}
+            if layers is not None and "layer" in axes:  # one axis for the layers of a type alone
+                these["layer"] = layers[these["layer"]]
             for segment in self._of_one(entry, these, tail):
                 whole = Box((*place, *segment.box.offset), (*(1,) * len(place), *segment.box.shape))
                 part = whole.intersect(box)
                 if part is not None:
                     yield _with_lead(segment, len(place), part)
 
-    def _check_number(self, name: str, axis: str, count: int) -> None:
+    def has_layer(self, entry: TableEntry, layer: int) -> bool:
+        """Return whether a layer is of the type whose layers have an entry's tensor."""
+        types = self._config.get("layer_types")
+        if not entry.layer_type or not isinstance(types, list):
+            return True
+        return layer < len(types) and types[layer] == entry.layer_type
+
+    def _layers_of_type(self, name: str, entry: TableEntry, numbers: Mapping[str, int]) -> list[int]:
+        """Return the layers that have an entry's tensor. BadInput if a layer in the name is none of them."""
+        if not isinstance(types := self._config.get("layer_types"), list):
+            raise BadInput(
+                f"The configuration does not say layer_types, by which layers have {name!r}.",
+                hint="Give the whole config.json of the published model.",
+            )
+        layers = [layer for layer in range(len(types)) if self.has_layer(entry, layer)]
+        if numbers.get("layer", layers[0] if layers else -1) not in layers:
+            raise BadInput(
+                f"{name!r} is of a layer of the type {entry.layer_type!r}, which layer_types of the "
+                "configuration does not say of it.",
+                hint="Build the model with the layer_types of config.json.",
+                details={"tensor": name},
+            )
+        return layers
+
+    def _check_number(self, name: str, axis: str, count: int, layers: Sequence[int] | None) -> None:
         """Raise ShapeMismatch if the number of layers or experts differs from the published model: with
-        fewer, some would silently be left out."""
+        fewer, some would silently be left out. layers: those that have such a tensor; None: all."""
         published = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], count)
+        if layers is not None and axis == "layer":
+            published = len(layers)
         if published != count and not _replaced(name, self._outside).startswith(self._further):
             raise ShapeMismatch(
                 f"{name!r} has {count} {axis}s, and the published model {published}.",
@@ -271,6 +226,8 @@ class View:
 
     def _has_other(self, name: str, other: str, rule: Rule) -> bool:
         """Return whether the alternative rule applies. name, other: the first names of the two rules."""
+        if rule.flag:
+            return self._config.get(rule.flag) is True
         if self._has is None:
             return rule.if_tied and self.is_tied
         return not self._has(name) and (self.is_tied if rule.if_tied else self._has(other))
@@ -295,7 +252,7 @@ def output_and_embedding(config: Mapping[str, object], has: Callable[[str], bool
 
 def _numbered(published: str) -> str:
     """Write # for the numbers in a name."""
-    return _NUMBER.sub(".#", published)
+    return NUMBER.sub(".#", published)
 
 
 def _replaced(name: str, beginnings: Mapping[str, str]) -> str:
@@ -336,7 +293,7 @@ def view_of(
         raise BadInput(
             f"{where} does not say which model_type it is of.", hint="Give the folder of a published model."
         )
-    return View(family_of(kind), sizes_of(config, where), tied, has, outer, named, shape)
+    return View(family_of(kind), sizes_of(config, where), tied, has, outer, named, shape, config)
 
 
 def as_published(config: Mapping[str, object], where: str, has: Callable[[str], bool]) -> View:

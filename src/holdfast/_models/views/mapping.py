@@ -39,6 +39,9 @@ class Segment(NamedTuple):
     """Is `whole` the published shape with its last axis split into two?"""
     change: str = ""
     """A conversion of elements on import, which an export reverts: "" or MINUS_ONE."""
+    is_copy: bool = False
+    """Is it a copy of another segment, in rows that the model does not use? Only an import takes it: after
+    training, these rows differ from what they were a copy of."""
 
     def theirs(self, part: Box) -> Box:
         """Return the box of the published tensor for a part of `box`."""
@@ -97,8 +100,19 @@ def concat(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
 
 def grouped(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """Attention by groups of queries: of each group its queries, its key, its value."""
-    groups = sizes["num_key_value_heads"]
-    heads = sizes["num_attention_heads"] // groups
+    return _in_groups(names, shape, sizes["num_attention_heads"], sizes["num_key_value_heads"])
+
+
+def grouped_tied(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `grouped`, of a global layer whose keys are its values, too: ours has a copy of the keys in the
+    place of the values, which the model does not use. There are `num_global_key_value_heads` groups."""
+    groups = sizes.get("num_global_key_value_heads", sizes["num_key_value_heads"])
+    parts = _in_groups((*names, names[-1]), shape, sizes["num_attention_heads"], groups)
+    return [part._replace(is_copy=place % 3 == 2) for place, part in enumerate(parts)]
+
+
+def _in_groups(names: Sequence[str], shape: Dims, all_heads: int, groups: int) -> list[Segment]:
+    heads = all_heads // groups
     row = _share(shape[0], groups * (heads + 2), names)
     segments, first = [], 0
     for group in range(groups):
@@ -231,7 +245,9 @@ def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
         rows_of, part, _ = _HEADS[way]
         parts, heads = rows_of(sizes)
         return (parts[part] * heads, *first[1:])
-    if way in ("concat", "grouped", "gated"):
+    if way == "grouped_tied":
+        shapes = (*shapes, shapes[-1])
+    if way in ("concat", "grouped", "grouped_tied", "gated"):
         return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
     # With too few axes, the result has too few as well, and `View.segments` refuses it.
     if way in ("of_experts", "of_experts_joined", "one_row"):
@@ -360,7 +376,7 @@ def _share(rows: int, parts: int, names: Sequence[str]) -> int:
 
 
 _PLAIN = (
-    *(same, joined, concat, grouped, grouped_joined, gated, padded, lowered),
+    *(same, joined, concat, grouped, grouped_tied, grouped_joined, gated, padded, lowered),
     *(of_experts, of_experts_joined, of_experts_turned, of_experts_joined_turned, of_experts_mixed, one_row),
     *(first_of_three, second_of_three, third_of_three),
 )

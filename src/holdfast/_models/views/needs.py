@@ -15,7 +15,8 @@ from typing import NamedTuple
 from holdfast._core.format.names import rank_in_name
 from holdfast._core.layout.box import Box, union, whole
 from holdfast._core.layout.tensor import TENSOR, Dims, TensorSpec
-from holdfast._models.views.family import TableEntry, View
+from holdfast._models.views.entries import TableEntry
+from holdfast._models.views.family import View
 from holdfast._models.views.mapping import shape_made
 from holdfast._models.views.quantized import IN_8_BITS, base_of, is_scale, scales_of
 from holdfast._models.views.rank_share import ModelSizes, RankShare, how_cut
@@ -99,6 +100,8 @@ def _parts_held(
     view: View, entry: TableEntry, name: str, numbers: dict[str, int], specs: Specs, share: RankShare
 ) -> Iterator[tuple[str, Box]]:
     """Yield the parts of published tensors that make up a rank's part of a tensor."""
+    if not view.has_layer(entry, numbers.get("layer", 0)):
+        return
     rule, published = view.rule(entry, numbers)
     # A family has names for several ways in which megatron-core builds a layer, and for parts that only some
     # models have. The load will report what is missing.

@@ -42,13 +42,15 @@ def see_published(source: PublishedModel, table: ShardTable, owner: Sequence[int
 
 
 def published_regions(source: PublishedModel, spec: TensorSpec) -> list[tuple[int, Box]]:
-    """Return the published dtypes of a megatron-core tensor, with their boxes, without padding. A computed
-    part (multiplied by scales, or minus one) counts as float32.
+    """Return the published dtypes of a megatron-core tensor, with their boxes, without padding and copies. A
+    computed part (multiplied by scales, or minus one) counts as float32.
 
     Raises MissingTensors if a part is missing.
     """
     regions: list[tuple[int, Box]] = []
-    for segment in source.view.segments(spec.name, spec.shape, whole(spec.shape)):
+    segments = list(source.view.segments(spec.name, spec.shape, whole(spec.shape)))
+    used = [segment for segment in segments if not segment.is_copy]
+    for segment in used:
         place = source.place(segment.name)
         if place is None and not is_packed(source, segment.name):
             raise _not_there(source, segment.name, spec)
@@ -56,7 +58,7 @@ def published_regions(source: PublishedModel, spec: TensorSpec) -> list[tuple[in
         if segment.change or code == IN_8_BITS != spec.dtype:
             code = CODE_OF["float32"]
         regions.append((code, segment.box))
-    if len({dtype for dtype, _ in regions}) > 1:
+    if len({dtype for dtype, _ in regions}) > 1 or len(used) < len(segments):
         return regions
     # All have one dtype: one box is enough, which ends where padding along the first axis begins.
     rows = max((box.stop[0] for _, box in regions if box.shape), default=0)

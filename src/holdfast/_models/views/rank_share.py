@@ -47,6 +47,8 @@ CUTS = {
     "compressor": WHOLE,
     "router": WHOLE,
     "indexer": WHOLE,
+    "per_layer_input_gate": WHOLE,
+    "per_layer_projection": WHOLE,
     "shared_experts": WHOLE,  # the gate of its output
 }
 """The tensor-parallel split of a tensor, by the last part of its name that is listed here. Biases of COLUMNS
@@ -114,7 +116,9 @@ class RankShare(NamedTuple):
         else:
             mine = self.layer_ranges(name)
             if layer[2] is None:
-                ranges.append(mine)
+                # A shorter axis is of the layers of one type. Which these are is not told here.
+                is_shorter = layer[1] == "decoder" and len(shape) > 0 and shape[0] < self.sizes.layers
+                ranges.append((range(shape[0]),) if is_shorter else mine)
             elif not any(int(layer[2]) in some for some in mine):
                 return []
         if expert is not None:

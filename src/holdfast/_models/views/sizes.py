@@ -20,7 +20,10 @@ class Numbers(dict[str, int]):
         )
 
 
-_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "num_experts")
+_COUNTS = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_global_key_value_heads"),
+    *("vocab_size", "num_experts"),
+)
 
 
 def sizes_of(config: Mapping[str, object], where: str) -> dict[str, int]:

@@ -65,6 +65,8 @@ class Table(NamedTuple):
     """Beginnings of names, ours or published, of layers that predict further tokens."""
     unused: tuple[str, ...] = ()
     """Published tensors of which nothing of ours is made, such as copies of others; with {after}."""
+    layer_types: Mapping[str, str] = MappingProxyType({})
+    """Beginnings of our names, with {layer}, of tensors that only layers of one type have, and that type."""
 
 
 class _Place(NamedTuple):
@@ -360,6 +362,7 @@ _LINKS: dict[str, Callable[[_TableReader, str, object], object]] = {
     "unchanged": _TableReader._pairs,
     "further": _TableReader._texts,
     "unused": _TableReader._texts,
+    "layer_types": _TableReader._pairs,
 }
 """Keys of a table besides _TOP and its sections, and what reads their values: fields of `Table`."""
 
