@@ -15,6 +15,10 @@ import pytest
 import xxhash
 
 import holdfast
+from holdfast._core.background.arena import Arena
+from holdfast._core.background.writer_client import WriterClient
+from holdfast._core.background.writer_messages import WriteJob
+from holdfast._core.base.options import Options
 
 ROOT = Path(holdfast.__file__).parents[1]
 TRAINER = """
@@ -88,3 +92,19 @@ def test_the_writer_starts_from_a_virtual_environment_with_an_editable_install(t
     )
     python = str(tmp_path / "venv" / "bin" / "python")
     assert train(tmp_path, "the working directory", python) == "data/a-r00000.safetensors"
+
+
+def test_the_writer_starts_no_threads_for_linear_algebra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a host of many cores, numpy would start one a core in the writer of each rank."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    writer = WriterClient()
+    job = WriteJob(0, 0, 0, str(tmp_path), 0, [], [], [], [], [], [], [], {"attempt": "a"}, Options())
+    try:
+        writer.write(Arena(), job, lambda total: None, lambda moved: None, lambda: None)
+        threads = os.listdir(f"/proc/{writer.pid}/task")
+    finally:
+        writer.kill()
+    assert len(threads) == 2, "one that writes, and one that listens"

@@ -9,6 +9,7 @@ be executed, and both sides run the same version.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -33,6 +34,8 @@ class Places:
 if __name__ == "__main__":
     # First, so that no other finder answers for these names.
     sys.meta_path.insert(0, Places(json.loads(sys.argv[2])))
+    # Importing numpy starts a thread a core for linear algebra, which the writer does not do.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     from holdfast._core.background.writer_process import main
 
     main(int(sys.argv[1]))
