@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -245,20 +246,26 @@ def before_our_save(job: Job) -> None:
 
 
 def late(job: Job) -> None:
-    if job.is_odd:
-        compute(job.seconds * 0.85)
+    begun = time.monotonic()
+    while job.is_odd and is_too_early(job, begun):
+        compute(0.2)
     all_reduce(job.train)
+
+
+def is_too_early(job: Job, begun: float) -> bool:
+    """Return whether the result of the roll call is still to come, and the timeout, too."""
+    is_told = any("Roll call of" in file.read_text() for file in Path(job.folder).glob("told-*"))
+    return not is_told and time.monotonic() < begun + job.seconds * 0.95
 
 
 def late_and_slow_to_answer(job: Job) -> None:
     """Its work keeps the GIL in pieces, so that its other threads go on slowly."""
-    if job.is_odd:
-        ends = time.monotonic() + job.seconds * 0.85
-        while time.monotonic() < ends:
-            hold_the_gil(0.15)
-            check_a_part()
-            hold_the_gil(0.15)
-            plan_a_part()
+    begun = time.monotonic()
+    while job.is_odd and is_too_early(job, begun):
+        hold_the_gil(0.15)
+        check_a_part()
+        hold_the_gil(0.15)
+        plan_a_part()
     all_reduce(job.train)
 
 
