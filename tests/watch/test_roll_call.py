@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast._core.base.values import Message
 from holdfast._core.roster.beacon import Beacon
 from holdfast._core.roster.memory import MemoryRoster
 from holdfast._core.roster.presence import Vitals, at_key
@@ -108,6 +110,7 @@ def test_the_end_of_a_collective_is_told_as_far_as_it_is_known(
     assert (pending.over(), pending.too_long()) == (None, None)
     now = looks[0]
     assert (pending.over(), pending.too_long()) == (None, (6.0, 10.0))
+    pending.called()
     pending.tell()
     now = looks[1]
     assert (pending.over(), pending.too_long()) == (None, None)
@@ -115,6 +118,38 @@ def test_the_end_of_a_collective_is_told_as_far_as_it_is_known(
     ended = pending.over()
     assert ended is not None
     assert ended[1] == says
+
+
+def test_of_ranks_that_call_at_once_one_tells_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    done, now = 3, 0.0
+
+    def records(entries: bool = False) -> list[Any]:
+        numbers = {"last_enqueued_collective": 4, "last_completed_collective": done}
+        return [{"pg_status": {"0": numbers}, "entries": [{"pg_id": 0, "timeout_ms": 10_000}]}]
+
+    class SeesNoCall(MemoryRoster):
+        """The call of the other rank comes between its look and its own call."""
+
+        def get(self, keys: Sequence[str]) -> list[Message | None]:
+            return [None] * len(keys)
+
+    monkeypatch.setattr(roll_call, "flight_records", records)
+    monkeypatch.setattr(roll_call, "start_thread", lambda work, name: threading.Thread())
+    monkeypatch.setattr(roll_call.time, "monotonic", lambda: now)
+    first = MemoryRoster(0, 2)
+    rosters = [first, SeesNoCall(1, 2, first.board)]
+    calls = [roll_call.RollCall(roster) for roster in rosters]
+    for look in ((1.0, 3), (7.0, 3), (8.0, 4)):
+        now, done = look
+        for call, roster in zip(calls, rosters, strict=True):
+            call._look(roster, Beacon(roster))
+            if now > 1.0:  # the first look only notices the collective
+                call._pending.tell()
+    assert [record.message for record in caplog.records if "is over" in record.message] == [
+        "The collective of the last roll call is over, after 7 s."
+    ]
 
 
 def test_a_record_that_does_not_tell_a_timeout_is_read_once_a_collective(

@@ -60,14 +60,16 @@ class PendingCollectives:
         self._read_at: dict[tuple[int, str], int] = {}
         """By group: the last completed number at which all entries of the record were read."""
         self._told: set[tuple[int, str, int]] = set()
+        self._found: tuple[tuple[int, str], int, float, float] | None = None
+        """The wait that `too_long` has found: group, last completed number, start, timeout."""
         self._missed: tuple[tuple[int, str], int, float, float] | None = None
-        """The wait for which this rank called: group, last completed number, start, timeout."""
+        """The wait for which this rank called."""
         self._looked = time.monotonic()
 
     def too_long(self) -> tuple[float, float] | None:
         """Return the seconds that a collective has taken, and its group's timeout, if that is too long and
         not reported yet."""
-        now = time.monotonic()
+        self._found, now = None, time.monotonic()
         for key, enqueued, done in _statuses():
             if enqueued <= done:
                 self._since.pop(key, None)
@@ -79,9 +81,13 @@ class PendingCollectives:
                 continue
             limit = self._limit(key, done)
             if limit is not None and waited >= SHARE * limit:
-                self._missed = key, done, now - waited, limit
+                self._found = key, done, now - waited, limit
                 return waited, limit
         return None
+
+    def called(self) -> None:
+        """Note that this rank, and not another one at the same time, has called for what `too_long` found."""
+        self._missed = self._found or self._missed
 
     def over(self) -> tuple[float, str] | None:
         """Return, once, the duration of the collective for which this rank called, and how it ended, inferred
@@ -169,6 +175,8 @@ class RollCall:
         mine = self._call(base.rank, beacon) if asked is None else None
         if mine is not None:
             asked = read(base.claim(key, msgspec.to_builtins(mine)), Asked)
+            if asked is not None and asked.by == base.rank:
+                self._pending.called()
         if asked is not None:
             answering = Answering(base, beacon, self._number, asked, self._over)
             self._number += 1
