@@ -15,8 +15,9 @@ import pytest
 import xxhash
 
 import holdfast
+from holdfast._core.background import writer_client
 from holdfast._core.background.arena import Arena
-from holdfast._core.background.writer_client import WriterClient
+from holdfast._core.background.writer_client import WriterClient, WriterDied
 from holdfast._core.background.writer_messages import WriteJob
 from holdfast._core.base.options import Options
 
@@ -24,8 +25,9 @@ ROOT = Path(holdfast.__file__).parents[1]
 TRAINER = """
 import os, sys
 from pathlib import Path
+from holdfast._core.background import writer_client
 from holdfast._core.background.arena import Arena
-from holdfast._core.background.writer_client import WriterClient
+from holdfast._core.background.writer_client import WriterClient, WriterDied
 from holdfast._core.background.writer_messages import WriteJob
 from holdfast._core.base.options import Options
 
@@ -108,3 +110,16 @@ def test_the_writer_starts_no_threads_for_linear_algebra(
     finally:
         writer.kill()
     assert len(threads) == 2, "one that writes, and one that listens"
+
+
+def test_a_writer_that_closes_its_connection_and_stays_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "stays.py"
+    script.write_text("import os, sys, time\nos.close(int(sys.argv[1]))\ntime.sleep(60)\n")
+    monkeypatch.setattr(writer_client, "START", script)
+    monkeypatch.setattr(writer_client, "ENDS", 0.2)
+    writer = WriterClient()
+    job = WriteJob(0, 0, 0, str(tmp_path), 0, [], [], [], [], [], [], [], {"attempt": "a"}, Options())
+    with pytest.raises(WriterDied, match=r"has closed its connection, and not ended, before it had written"):
+        writer.write(Arena(), job, lambda total: None, lambda moved: None, lambda: None)

@@ -48,8 +48,8 @@ def test_a_writer_that_dies_or_hangs_is_named_on_all_ranks(
     for said, took, files, visible in world.run(jobs.mishap, str(tmp_path), 5, what, job, timeout=60):
         assert " 5: " in said, said
         if what == "kill":
-            assert "writer process of rank 5" in said
-            assert "was killed by signal 9" in said
+            assert "writer process of rank 5" in said, said
+            assert "was killed by signal 9" in said, said
             assert took < AT_ONCE
         else:
             assert said.startswith("RankFailed")

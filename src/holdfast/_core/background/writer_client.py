@@ -32,6 +32,8 @@ from holdfast._core.format.names import WrittenFile
 from holdfast._core.roster.process import HELD, stat
 from holdfast.errors import HoldfastError, NotStarted, from_message
 
+ENDS = 5.0
+"""Seconds in which a process whose socket is closed is expected to end."""
 START = Path(__file__).absolute().with_name("writer_start.py")
 """The program of the writer process."""
 PACKAGES = ("holdfast", "msgspec", "numpy", "xxhash")
@@ -200,13 +202,12 @@ class WriterClient:
     def _died(self, process: subprocess.Popen[bytes], rank: int) -> WriterDied:
         with suppress(subprocess.TimeoutExpired):
             # The socket closes before the process has ended, and the error should include its exit code.
-            process.wait(1.0)
+            process.wait(ENDS)
         code = process.returncode
-        how = (
-            f"was killed by signal {-code}"
-            if code is not None and code < 0
-            else f"ended with exit code {code}"
-        )
+        if code is None:
+            how = "has closed its connection, and not ended,"
+        else:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self.kill()
         return WriterDied(
             f"The writer process of rank {rank} (pid {process.pid}) {how} before it had written its part.",
