@@ -25,9 +25,8 @@ ROOT = Path(holdfast.__file__).parents[1]
 TRAINER = """
 import os, sys
 from pathlib import Path
-from holdfast._core.background import writer_client
 from holdfast._core.background.arena import Arena
-from holdfast._core.background.writer_client import WriterClient, WriterDied
+from holdfast._core.background.writer_client import WriterClient
 from holdfast._core.background.writer_messages import WriteJob
 from holdfast._core.base.options import Options
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast._core.layout.box import Box, whole
-from holdfast._models.views.family import View, families, view_of
+from holdfast._models.views.family import Tensors, View, families, view_of
 from holdfast._models.views.mapping import WAYS, Segment, Sizes
 from holdfast.errors import BadInput, ShapeMismatch
 from holdfast.huggingface import mapping_of
@@ -223,7 +223,7 @@ def test_a_rule_takes_its_other_one_where_the_folder_has_that() -> None:
             f"model.language_model.{layer}down_proj",
         ),
     ]:
-        view = View(FAMILIES["qwen3_5_moe"], sizes, has=has.__contains__)
+        view = View(FAMILIES["qwen3_5_moe"], sizes, tensors=Tensors(has.__contains__))
         (segment,) = view.segments(name, shape, whole(shape))
         assert segment.name == expected
 
@@ -274,11 +274,14 @@ def test_a_tensor_of_layers_of_one_type_has_these_alone() -> None:
     with pytest.raises(ShapeMismatch, match="has 3 layers, and the published model 2"):
         published(f"decoder.layers.{sliding}", 3, 4, 4)
     for name in (f"decoder.layers.0.{full}", f"decoder.layers.3.{full}"):
-        with pytest.raises(BadInput, match="is of a layer of the type 'full_attention', which layer_types"):
+        with pytest.raises(
+            BadInput,
+            match=r"is a tensor of layers of type 'full_attention', and by layer_types in config\.json these are \[1\]\.",
+        ):
             published(name, 4, 8)
     qkv = mapping_of("gemma4_text", "decoder.layers.1.self_attention_global.linear_qkv.weight")
     assert "layers.1.self_attn.k_proj.weight, if attention_k_eq_v is true in config.json)" in qkv
-    with pytest.raises(BadInput, match="does not say layer_types, by which layers have 'decoder"):
+    with pytest.raises(BadInput, match=r"of some layers only, and config\.json has no layer_types"):
         list(
             View(FAMILIES["gemma4_text"], sizes).segments(
                 f"decoder.layers.{full}", (1, 4, 8), whole((1, 4, 8))

@@ -122,7 +122,7 @@ def test_fingerprints_under_published_names_are_those_of_the_export(
 
 
 def on_the_hub(folder: Path) -> Path:
-    """As Google publishes E2B: layers that share keys and values have some, which nothing uses."""
+    """E2B in the form that Megatron-Bridge reads: layers that share keys and values have some, which nothing uses."""
     tiny = CONVERTED["gemma4_text per layer"]
     shared = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
     publish(replace(tiny, published={**tiny.published, **shared}), folder)

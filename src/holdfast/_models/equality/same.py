@@ -66,8 +66,8 @@ def same(
     include, exclude: shell patterns of names; `decoder.layers` means everything under it.
     progress: called with the number of bytes read so far.
 
-    Optimizer state and objects are not compared, nor, beside a published model, the padding of a vocabulary
-    and rows that a model has no use for (docs/huggingface.md, Gemma 4).
+    Optimizer state and objects are not compared. Beside a published model, neither are the padding of a
+    vocabulary and the rows that the model does not use (docs/huggingface.md, Gemma 4).
     Where fingerprints are used, data files are only checked to be present, complete and of the same
     save as the index; their data is not read (`holdfast verify` does that).
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import product
 from types import MappingProxyType
+from typing import NamedTuple
 
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import Dims, nearest
@@ -27,16 +28,26 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 ShapeOf = Callable[[str], Dims | None]
 
 
+class Tensors(NamedTuple):
+    """Functions that tell about the tensors of a published model, by their names."""
+
+    has: Callable[[str], bool] | None = None
+    """Whether there is such a tensor; None: go by the configuration."""
+    named: Callable[[str], bool] | None = None
+    """Without `has`: the same, asked only to find the language model inside of another one."""
+    shape: ShapeOf | None = None
+    """The shape of a tensor that is published in two layouts; None: the first in the table applies."""
+
+
+_UNKNOWN = Tensors()
+
+
 class View:
     """A published model as megatron-core names and shapes it.
 
     sizes: numbers of its configuration. is_tied: does its output layer share the embedding?
-    has: tells whether it has a tensor of this name; None: go by its configuration.
     outer: the table of the model that contains this one; None: there is none, or it has no table.
-    named: without `has`, tells it only to find the language model inside of another one.
-    shape: returns the shape of a published tensor, for those that are published in two layouts; None: of
-        these, the first in the table applies.
-    config: the configuration of the language model, for what is no number.
+    config: the configuration of the language model, for values that are no numbers.
     """
 
     def __init__(
@@ -44,20 +55,18 @@ class View:
         family: Family,
         sizes: Sizes,
         is_tied: bool = False,
-        has: Callable[[str], bool] | None = None,
+        tensors: Tensors = _UNKNOWN,
         outer: tables.Table | None = None,
-        named: Callable[[str], bool] | None = None,
-        shape: ShapeOf | None = None,
         config: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        self._shape, self._config = shape, config
-        self.family, self.sizes = family, Numbers(sizes)
-        self.is_tied, self._has, self.outer = is_tied, has, outer
+        self._has, named, self._shape = tensors
+        self.family, self.sizes, self._config = family, Numbers(sizes), config
+        self.is_tied, self.outer = is_tied, outer
         inner = family.table
         self._outside = (outer and outer.outside) or inner.outside
         self._unchanged = (outer or inner).unchanged
         self._further = (outer and outer.further) or inner.further
-        self._named = has or named or (lambda name: False)
+        self._named = self._has or named or (lambda name: False)
         self._inside = _inside((outer and outer.inside) or inner.inside, self._named)
 
     def find(self, name: str) -> Found | None:
@@ -156,17 +165,18 @@ class View:
         return layer < len(types) and types[layer] == entry.layer_type
 
     def _layers_of_type(self, name: str, entry: TableEntry, numbers: Mapping[str, int]) -> list[int]:
-        """Return the layers that have an entry's tensor. BadInput if a layer in the name is none of them."""
+        """Return the layers that have an entry's tensor. BadInput if there are none, or if the name has the
+        number of another layer."""
         if not isinstance(types := self._config.get("layer_types"), list):
             raise BadInput(
-                f"The configuration does not say layer_types, by which layers have {name!r}.",
+                f"{name!r} is a tensor of some layers only, and config.json has no layer_types to say which.",
                 hint="Give the whole config.json of the published model.",
             )
         layers = [layer for layer in range(len(types)) if self.has_layer(entry, layer)]
         if numbers.get("layer", layers[0] if layers else -1) not in layers:
             raise BadInput(
-                f"{name!r} is of a layer of the type {entry.layer_type!r}, which layer_types of the "
-                "configuration does not say of it.",
+                f"{name!r} is a tensor of layers of type {entry.layer_type!r}, and by layer_types in "
+                f"config.json these are {layers}.",
                 hint="Build the model with the layer_types of config.json.",
                 details={"tensor": name},
             )
@@ -280,10 +290,9 @@ def view_of(
 ) -> View:
     """Make the view of a published model from its `config.json`. BadInput if its family is not known.
 
-    where: the file, for errors. has: tells whether the model has a tensor of this name; None: go by the
-        configuration.
+    where: the file, for errors.
     inner: for a multimodal model without a table, take the language model inside.
-    named, shape: as in `View`.
+    has, named, shape: as in `Tensors`.
     """
     tied, outer = is_tied(config), tables.by_model_type().get(str(config.get("model_type")))
     outer = outer if outer is not None and outer.contains else None
@@ -293,12 +302,13 @@ def view_of(
         raise BadInput(
             f"{where} does not say which model_type it is of.", hint="Give the folder of a published model."
         )
-    return View(family_of(kind), sizes_of(config, where), tied, has, outer, named, shape, config)
+    tensors = Tensors(has, named, shape)
+    return View(family_of(kind), sizes_of(config, where), tied, tensors, outer, config)
 
 
 def as_published(config: Mapping[str, object], where: str, has: Callable[[str], bool]) -> View:
     """Make the view of a published model whose type has no table: all names stay as they are."""
-    return View(Family(tables.as_published()), sizes_of(config, where), is_tied(config), has)
+    return View(Family(tables.as_published()), sizes_of(config, where), is_tied(config), Tensors(has))
 
 
 def language_model(config: Mapping[str, object]) -> Mapping[str, object]:
