@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast._core.store import object_client
 from holdfast._core.store.base import Store
 from holdfast._core.store.local import open_store
 from holdfast.testing import StoreContract
-from tests.support.object_servers import BUCKET, Google, Proxy, google_environment, s3_environment
+from tests.support.object_servers import BUCKET, Google, Proxy, google_environment, hurry, s3_environment
 
 pytest.importorskip("obstore")
 _numbers = itertools.count(1)
@@ -32,7 +31,7 @@ class TestS3WithFaults(StoreContract):
 
     @pytest.fixture
     def store(self, server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-        monkeypatch.setattr(object_client, "FIRST_PAUSE", 0.02)
+        hurry(monkeypatch, "503")
         proxy = Proxy(server)
         faults = itertools.cycle(("503", "drop", "lost"))
         proxy.rule = lambda method, path, query, number: next(faults) if number % 3 == 1 else "pass"

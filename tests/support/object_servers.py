@@ -109,6 +109,7 @@ def hurry(patch: pytest.MonkeyPatch, fault: str) -> None:
     from holdfast._core.store import object_client
 
     patch.setattr(object_client, "FIRST_PAUSE", 0.02)
+    patch.setattr(object_client, "LONGEST_PAUSE", 0.1)
     if fault == "hang":
         patch.setattr(object_client, "READ", 1.0)
 

@@ -27,5 +27,7 @@ __all__ = ["Board", "ManualClock", "MemoryRoster", "MemoryStore", "RosterContrac
 # On demand: the contracts import pytest, which the clock does not need.
 def __getattr__(name: str) -> object:
     if name in _WHERE:
+        if name.endswith("Contract"):  # an assertion that fails shows its values only if pytest rewrites it
+            import_module("pytest").register_assert_rewrite(_WHERE[name])
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'holdfast.testing' has no attribute {name!r}")

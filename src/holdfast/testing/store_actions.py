@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from holdfast._core.store.base import Store
 
 
 def race(actions: Sequence[Callable[[], object]]) -> list[object]:
-    """Run all at once, each on a thread of its own; return what each returned or raised."""
+    """Run all at once, each on a thread of its own; return what each returned or raised.
+
+    A TimeoutError stands for an action that has not ended after 60 s.
+    """
     # Threads start one after the other: without a barrier the first would be done before the last begins.
     gate = threading.Barrier(len(actions))
-    outcomes: list[object] = [None] * len(actions)
+    outcomes: list[object] = [TimeoutError("not ended after 60 s") for _ in actions]
 
     def run(index: int) -> None:
         gate.wait(30)
@@ -24,8 +28,9 @@ def race(actions: Sequence[Callable[[], object]]) -> list[object]:
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(actions))]
     for thread in threads:
         thread.start()
+    ends = time.monotonic() + 60
     for thread in threads:
-        thread.join(60)
+        thread.join(max(ends - time.monotonic(), 0))
     return outcomes
 
 

@@ -10,17 +10,18 @@ error instead.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from holdfast._core.base.deadline import REAL_CLOCK, Deadline
 from holdfast._core.base.threads import start_thread
-from holdfast._core.store.object_errors import explained, missing_package
+from holdfast._core.store.object_errors import explained, is_answer, is_busy, missing_package
 from holdfast._core.store.schemes import environment
 from holdfast.errors import StorageError
 
@@ -29,8 +30,14 @@ CONNECT, READ, REQUEST = 5.0, 30.0, 120.0
 """Seconds for a connection, between two bytes of a reply, and for a whole request with its body."""
 PATIENCE = 180.0
 """Seconds for which requests are tried again."""
-FIRST_PAUSE = 0.1
-"""Seconds before a request is tried again for the first time; then at growing intervals."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0
+"""Seconds before a request is tried again for the first time, and at most; between them they grow."""
+SLOW = 30.0
+"""Seconds after which a warning says that a request has not succeeded yet."""
+_AT_FIRST, _LATER = 10, 100_000
+"""How often a request is tried again, at most, before the server has answered any, and after."""
+
+log = logging.getLogger("holdfast")
 
 
 class Request(Generic[T]):
@@ -93,6 +100,23 @@ class _ForkGuard:
 _process = _ForkGuard()
 
 
+class SlowWarning:
+    """Warns once that a request has not succeeded for SLOW seconds."""
+
+    def __init__(self, doing: str, url: str, limit: float) -> None:
+        self._doing, self._url, self._limit = doing, url, limit
+        self._begun, self._is_due = REAL_CLOCK.now(), True
+
+    def look(self) -> None:
+        seconds = REAL_CLOCK.now() - self._begun
+        if seconds >= SLOW and self._is_due:
+            self._is_due = False
+            log.warning(
+                "%s %s has not succeeded for %.0f s: the server refuses, does not answer, or is slow. It is "
+                "given up after %.0f s.", self._doing, self._url, seconds, self._limit,
+            )  # fmt: skip
+
+
 def begin(action: Callable[[], T]) -> Request[T]:
     """Begin a request on a thread of its own."""
     _process.use()
@@ -104,8 +128,9 @@ class Client:
 
     def __init__(self, scheme: str, bucket: str) -> None:
         self.scheme, self.bucket = scheme, bucket
-        self.patient = _obstore(scheme, bucket, retries=10)
-        """For requests that may be repeated: by obstore itself, for PATIENCE seconds."""
+        self._at_first = _obstore(scheme, bucket, retries=_AT_FIRST)
+        self._later = _obstore(scheme, bucket, retries=_LATER)
+        self._has_answered = False
         self.plain = _obstore(scheme, bucket, retries=0)
         """For conditional PUTs, whose replies only `object_publish` understands."""
         self.versions: dict[str, tuple[bytes, dict[str, str]]] = {}
@@ -113,6 +138,12 @@ class Client:
         self.keeps_conditions = False
         """Whether this bucket is known to keep the conditions of a PUT."""
         self.checking = threading.Lock()
+
+    @property
+    def patient(self) -> object:
+        """For requests that may be repeated: by obstore itself, for PATIENCE seconds. A server that has not
+        answered yet may have a wrong address, and its user wants to know soon."""
+        return self._later if self._has_answered else self._at_first
 
     def url(self, key: str) -> str:
         return f"{self.scheme}://{self.bucket}/{key}"
@@ -128,10 +159,14 @@ class Client:
         """Begin several such requests at once; return a function that waits for their results."""
         begun, limit = REAL_CLOCK.now(), PATIENCE + REQUEST
         limit = limit if deadline is None else min(limit, deadline.left())
-        requests = [begin(action) for action in actions]
+        warning = SlowWarning(doing, self.url(key), limit)
+        requests = [begin(partial(self._tried, action)) for action in actions]
 
         def results() -> list[T]:
+            soon = begun + min(SLOW, limit)
             try:
+                if not all(request.ended(soon - REAL_CLOCK.now()) for request in requests):
+                    warning.look()
                 return [request.result(begun + limit - REAL_CLOCK.now()) for request in requests]
             except StorageError:
                 raise
@@ -139,6 +174,18 @@ class Client:
                 raise explained(doing, self.url(key), error, REAL_CLOCK.now() - begun) from None
 
         return results
+
+    def _tried(self, action: Callable[[], T]) -> T:
+        had_answered = self._has_answered
+        try:
+            result = action()
+        except Exception as error:
+            self._has_answered = self._has_answered or is_answer(error)
+            if had_answered or not (is_answer(error) and is_busy(error)):
+                raise
+            return action()
+        self._has_answered = True
+        return result
 
     def call_all(
         self, doing: str, key: str, actions: Sequence[Callable[[], T]], deadline: Deadline | None = None
@@ -197,7 +244,7 @@ def _obstore(scheme: str, bucket: str, retries: int) -> object:
         options["allow_http"] = True
     backoff = {
         "init_backoff": timedelta(seconds=FIRST_PAUSE),
-        "max_backoff": timedelta(seconds=15),
+        "max_backoff": timedelta(seconds=LONGEST_PAUSE),
         "base": 2,
     }
     retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=PATIENCE), "backoff": backoff}

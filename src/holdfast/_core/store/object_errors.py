@@ -74,6 +74,18 @@ def status_of(error: BaseException) -> int:
     return 0 if found is None else int(found[1])
 
 
+def is_answer(error: BaseException) -> bool:
+    """Return whether an error is an answer of the server of objects."""
+    answered = status_of(error) > 0 or isinstance(error, FileNotFoundError)
+    return answered and not _asks_for_role(error)
+
+
+def is_busy(error: BaseException) -> bool:
+    """Return whether the server has most likely not executed a request, and may do it later."""
+    status = status_of(error)
+    return status == 429 or status >= 500
+
+
 def is_final(error: BaseException) -> bool:
     """Return whether the server has refused a request, so that it was not executed, and will not be."""
     status = status_of(error)
@@ -138,7 +150,8 @@ def explained(doing: str, url: str, error: BaseException, seconds: float) -> Sto
         why, hint = f"it answered with {said}, and this went on for {seconds:.0f} s", ""
     elif isinstance(error, TimeoutError):
         number = errno.ETIMEDOUT
-        why, hint = f"it gave no answer within {seconds:.0f} s", "Is the address right, and reachable?"
+        why = f"within {seconds:.0f} s there was no answer, or only refusals after which it was tried again"
+        hint = "Is the address right, and reachable?"
     else:
         why = next((said for sign, said in _CAUSES if sign in text), type(error).__name__)
         hint = "Is the address right, and reachable, and are there credentials?"

@@ -20,8 +20,17 @@ from contextlib import suppress
 
 from holdfast._core.base.deadline import REAL_CLOCK, Deadline
 from holdfast._core.store.base import VERSION_BYTES, NotFound, Unsettled
-from holdfast._core.store.object_client import PATIENCE, REQUEST, Client, Meta, begin, left, library
-from holdfast._core.store.object_errors import code_of, explained, is_final, status_of
+from holdfast._core.store.object_client import (
+    PATIENCE,
+    REQUEST,
+    Client,
+    Meta,
+    SlowWarning,
+    begin,
+    left,
+    library,
+)
+from holdfast._core.store.object_errors import code_of, explained, is_busy, is_final, status_of
 from holdfast.errors import Conflict, StorageError
 
 PROBE = ".holdfast-probe-"
@@ -72,6 +81,7 @@ class _Attempt:
 
     def run(self) -> Meta:
         begun, pause = REAL_CLOCK.now(), _FIRST_PAUSE
+        warning = SlowWarning("Publishing", self._client.url(self._key), left(self._deadline))
         while True:
             try:
                 return begin(self._put).result(min(left(self._deadline), REQUEST))
@@ -81,6 +91,7 @@ class _Attempt:
                 return here
             if REAL_CLOCK.now() + pause >= begun + PATIENCE or left(self._deadline) <= pause:
                 raise self._unsettled(REAL_CLOCK.now() - begun)
+            warning.look()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -102,7 +113,7 @@ class _Attempt:
             raise self._unsettled(seconds)
         if not refused or status == 409:
             self._unclear = error
-        if status == 429 or status >= 500:  # most likely not executed
+        if is_busy(error):
             return None
         if self._only_refusals and (not refused or code_of(error) in _NO_PROOF):
             return None

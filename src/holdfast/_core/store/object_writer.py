@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from holdfast._core.base.deadline import REAL_CLOCK, Deadline
 from holdfast._core.base.values import Buffer
-from holdfast._core.store.object_client import PATIENCE, Client, Request, begin, left, library
+from holdfast._core.store.object_client import PATIENCE, Client, Request, SlowWarning, begin, left, library
 from holdfast._core.store.object_errors import explained
 from holdfast._core.store.object_publish import library_delete
 from holdfast.errors import StorageError
@@ -95,6 +95,7 @@ class ObjectWriter:
 
     def _give(self, part: bytearray | None) -> None:
         assert self._upload is not None
+        warning = self._warning()
         while True:
             if self._upload.ended(0):  # it has failed: otherwise it waits for the last part
                 self._upload.result(0)
@@ -103,6 +104,10 @@ class ObjectWriter:
             except queue.Full:
                 if self._deadline is not None and self._deadline.passed():
                     raise self._error(TimeoutError()) from None
+                warning.look()
+
+    def _warning(self) -> SlowWarning:
+        return SlowWarning("Writing", self._client.url(self._key), left(self._deadline))
 
     def _put_parts(self) -> object:
         try:
@@ -145,6 +150,7 @@ class ObjectWriter:
             if self._buffer:
                 self._send()
             self._give(None)
+        warning = self._warning()
         while True:
             try:
                 self._upload.result(_LOOK)
@@ -152,6 +158,7 @@ class ObjectWriter:
             except TimeoutError:
                 if self._deadline is not None and self._deadline.passed():
                     raise self._error(TimeoutError()) from None
+                warning.look()
 
     def _error(self, error: BaseException) -> StorageError:
         seconds = REAL_CLOCK.now() - self._begun

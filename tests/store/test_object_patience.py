@@ -1,0 +1,138 @@
+"""For how long requests are tried again: by the time, not by a number, once the server has answered."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+import holdfast
+from holdfast._core.store import object_client, object_publish, object_writer
+from holdfast._core.store.local import open_store
+from holdfast.errors import HoldfastError, StorageError
+from tests.support.object_servers import Proxy
+
+pytest.importorskip("obstore")
+ALONE = holdfast.Job(no_dist=True)
+REFUSALS = 15
+"""More than obstore would repeat a request of its own accord (10)."""
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, names in (
+        (object_client, "FIRST_PAUSE LONGEST_PAUSE"),
+        (object_publish, "_FIRST_PAUSE _LONGEST_PAUSE"),
+    ):
+        for name in names.split():
+            monkeypatch.setattr(module, name, 0.01)
+
+
+def refuse_each(proxy: Proxy, fault: str) -> None:
+    """Answer the first REFUSALS requests of each kind to each object by a fault."""
+    seen, lock = Counter[tuple[str, str, str]](), threading.Lock()
+
+    def rule(method: str, path: str, query: str, number: int) -> str:
+        with lock:
+            seen[method, path, query] += 1
+            return fault if seen[method, path, query] <= REFUSALS else "pass"
+
+    proxy.rule = rule
+
+
+@pytest.mark.parametrize("fault", ["503", pytest.param("429", marks=pytest.mark.soak)])
+def test_a_server_that_asks_for_fewer_requests_ends_no_save_or_load(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Of many ranks at once, a bucket refuses requests for a while, the first of a process among them."""
+    monkeypatch.setattr(object_writer, "PART", 5 << 20)  # the least that S3 takes: so there are parts
+    state = {"w": torch.randn(6 << 18)}
+    refuse_each(proxy, fault)
+    holdfast.save(state, place, job=ALONE)
+    back = {"w": torch.zeros(6 << 18)}
+    holdfast.load(back, place, job=ALONE)
+    assert torch.equal(back["w"], state["w"])
+    assert sum(fault in line for line in proxy.requests()) >= 5 * REFUSALS
+
+
+def test_a_server_that_has_answered_is_waited_for(proxy: Proxy, place: str) -> None:
+    open_store(place).list()
+    refuse_each(proxy, "drop")
+    assert open_store(place).list() == []
+
+
+def test_a_server_that_never_answered_is_soon_given_up(proxy: Proxy, place: str) -> None:
+    proxy.rule = lambda *_: "drop"
+    with pytest.raises(StorageError, match="the connection broke off"):
+        open_store(place).list()
+    assert 11 <= len(proxy.requests()) <= 22  # the HTTP client repeats some, too
+
+
+def test_a_server_that_stays_busy_is_given_up_in_time(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_client, "PATIENCE", 1.0)
+    proxy.rule = lambda *_: "503"
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match=r"asks to be asked less often \(SlowDown\), and went on for"):
+        open_store(place).list()
+    assert time.monotonic() - begun >= 1.0
+    assert len(proxy.requests()) > 12
+
+
+@pytest.mark.parametrize(
+    ("method", "doing"), [("GET", "Listing"), ("PUT", "Publishing"), ("POST", "Writing")]
+)
+def test_a_warning_names_a_request_that_does_not_succeed(
+    proxy: Proxy,
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+    doing: str,
+) -> None:
+    monkeypatch.setattr(object_client, "SLOW", 0.3)
+    monkeypatch.setattr(object_writer, "PART", 5 << 20)
+    store, asked = open_store(place), threading.Event()
+    store.publish("before", b"1" * 64, None)
+    proxy.rule = lambda asking, path, query, number: (
+        "503" if asking == method and not asked.is_set() else "pass"
+    )
+
+    def act() -> None:
+        if doing == "Listing":
+            store.list()
+        elif doing == "Publishing":
+            store.publish("index", b"2" * 64, None)
+        else:
+            writer = store.create("data", 6 << 20)
+            writer.write_at(0, [bytes(6 << 20)])
+            writer.finish()
+
+    caplog.set_level(logging.WARNING, "holdfast")
+    acting = threading.Thread(target=act)
+    acting.start()
+    try:
+        ends = time.monotonic() + 60
+        while not caplog.messages and time.monotonic() < ends:
+            time.sleep(0.02)
+    finally:
+        asked.set()
+        acting.join(60)
+    assert not acting.is_alive()
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{doing} {place}")
+    assert "has not succeeded for" in warning
+
+
+def test_a_request_that_succeeds_at_once_is_not_warned_of(
+    proxy: Proxy, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    holdfast.save({"w": torch.ones(3)}, place, job=ALONE)
+    with pytest.raises(HoldfastError):
+        holdfast.load({"w": torch.ones(4)}, place, job=ALONE)
+    assert not caplog.messages
