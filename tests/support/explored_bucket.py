@@ -168,6 +168,9 @@ class _AtOnce:
         except Exception as error:
             self._error = error
 
+    def ended(self, seconds: float) -> bool:
+        return True
+
     def result(self, seconds: float) -> Any:
         if self._error is not None:
             raise self._error

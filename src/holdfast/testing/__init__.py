@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,8 @@ __all__ = ["Board", "ManualClock", "MemoryRoster", "MemoryStore", "RosterContrac
 # On demand: the contracts import pytest, which the clock does not need.
 def __getattr__(name: str) -> object:
     if name in _WHERE:
-        if name.endswith("Contract"):  # an assertion that fails shows its values only if pytest rewrites it
+        if name.endswith("Contract") and _WHERE[name] not in sys.modules:
+            # An assertion that fails shows its values only if pytest rewrites it.
             import_module("pytest").register_assert_rewrite(_WHERE[name])
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'holdfast.testing' has no attribute {name!r}")
