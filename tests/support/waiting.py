@@ -16,9 +16,13 @@ AT_ONCE = 15.0
 def wait_until(true: Callable[[], object], seconds: float = 30.0) -> None:
     """Return as soon as a condition holds; fail if it does not within some seconds."""
     ends = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < ends, f"not within {seconds:g} s"
-        time.sleep(0.01)
+    while True:
+        begun = time.monotonic()
+        if true():
+            return
+        now = time.monotonic()
+        assert now < ends, f"not within {seconds:g} s"
+        time.sleep(max(0.01, 20 * (now - begun)))  # a costly look is not to take a core from those that it waits for
 
 
 def wait_for_threads(before: Iterable[threading.Thread]) -> None:
