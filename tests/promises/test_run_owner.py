@@ -21,7 +21,7 @@ from holdfast._core.format.names import OWNER
 from holdfast._core.roster.process import stat as stat_of
 from holdfast._core.roster.process import this_process
 from holdfast._core.run import owner
-from holdfast._core.run.owner import Owner
+from holdfast._core.run.owner_file import Owner
 from holdfast.errors import Conflict
 from tests.support.interpreters import Program
 from tests.support.waiting import wait_until

@@ -202,6 +202,7 @@ def test_what_can_not_be_a_path_is_one_sentence(
         ("~nobody-of-that-name/x", "~nobody-of-that-name is no user's home folder"),
         (Path("s3://bucket/run"), "'s3:/bucket/run' would be a local folder named 's3:'"),
         (" gs://bucket/run", "would be a local folder named 'gs:'"),
+        ("s3:bucket/run", "'s3:bucket/run' would be a local folder named 's3:bucket'"),
     ):
         with pytest.raises(BadInput, match=words):
             ask(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import Counter
@@ -57,6 +58,65 @@ def test_a_server_that_asks_for_fewer_requests_ends_no_save_or_load(
     holdfast.load(back, place, job=ALONE)
     assert torch.equal(back["w"], state["w"])
     assert sum(fault in line for line in proxy.requests()) >= 5 * REFUSALS
+
+
+def test_parts_of_a_save_in_the_background_are_tried_again_as_long(proxy: Proxy, place: str) -> None:
+    """Their process only writes parts; the pauses there are those of a user."""
+    state = {"w": torch.randn(5 << 20)}  # 20 MiB: two parts
+    refused = Counter[str]()
+
+    def rule(method: str, path: str, query: str, number: int) -> str:
+        refused["parts"] += "partNumber=1" in query
+        return "503" if "partNumber=1" in query and refused["parts"] <= 12 else "pass"
+
+    proxy.rule = rule
+    holdfast.async_save(state, place, job=ALONE).committed(120)
+    assert refused["parts"] == 13
+    back = {"w": torch.zeros(5 << 20)}
+    holdfast.load(back, place, job=ALONE)
+    assert torch.equal(back["w"], state["w"])
+
+
+@pytest.mark.parametrize("method", ["PUT", "GET"])
+def test_a_body_that_came_too_slowly_is_sent_again(proxy: Proxy, place: str, method: str) -> None:
+    """S3 says it by a status of 400, which the library does not repeat."""
+    seen = set[str]()
+
+    def rule(asking: str, path: str, query: str, number: int) -> str:
+        if asking != method or path in seen:
+            return "pass"
+        seen.add(path)
+        return "slow"
+
+    proxy.rule = rule
+    holdfast.save({"w": torch.ones(3)}, place, job=ALONE)
+    back = {"w": torch.zeros(3)}
+    holdfast.load(back, place, job=ALONE)
+    assert torch.equal(back["w"], torch.ones(3))
+    assert len(seen) >= 2
+
+
+def test_versions_of_objects_are_noted_by_several_threads(proxy: Proxy, place: str) -> None:
+    client, errors = object_client.client_of("s3", "bucket"), []
+
+    def note(thread: int) -> None:
+        try:
+            for number in range(20_000):
+                client.note_version(f"{thread}/{number}", bytes(16), {"e_tag": "x"})
+        except Exception as error:
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=note, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert errors == []
 
 
 def test_a_server_that_has_answered_is_waited_for(proxy: Proxy, place: str) -> None:

@@ -19,7 +19,7 @@ import torch
 import holdfast
 from holdfast._core.format.names import OWNER
 from holdfast._core.run import leftovers, owner
-from holdfast._core.run.owner import Owner
+from holdfast._core.run.owner_file import Owner, read_owner
 from holdfast._core.store import object_client
 from holdfast._core.store.base import Store, replace_file
 from holdfast._core.store.local import open_store
@@ -59,7 +59,7 @@ def put(store: Store, path: str, data: bytes = b"x") -> None:
 
 
 def owner_of(run: str) -> Owner:
-    found, _ = owner.read_owner(open_store(run))
+    found, _ = read_owner(open_store(run))
     assert found is not None
     return found
 

@@ -90,6 +90,11 @@ _ERRORS = {
     "503": (503, "SlowDown", "Please reduce your request rate."),
     "429": (429, "TooManyRequests", "Please reduce your request rate."),
     "409": (409, "ConditionalRequestConflict", "The conditional request cannot succeed."),
+    "slow": (
+        400,
+        "RequestTimeout",
+        "Your socket connection to the server was not read from or written to within the timeout period.",
+    ),
     "expired": (400, "ExpiredToken", "The provided token has expired."),
     "denied": (403, "AccessDenied", "Access Denied"),
     "region": (

@@ -22,7 +22,8 @@ def wait_until(true: Callable[[], object], seconds: float = 30.0) -> None:
             return
         now = time.monotonic()
         assert now < ends, f"not within {seconds:g} s"
-        time.sleep(max(0.01, 20 * (now - begun)))  # a costly look is not to take a core from those that it waits for
+        # A costly look is not to take a core from those that it waits for.
+        time.sleep(max(0.01, 20 * (now - begun)))
 
 
 def wait_for_threads(before: Iterable[threading.Thread]) -> None:

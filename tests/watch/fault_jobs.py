@@ -255,7 +255,7 @@ def late(job: Job) -> None:
 def is_too_early(job: Job, begun: float) -> bool:
     """Return whether the result of the roll call is still to come, and the timeout, too."""
     is_told = any("Roll call of" in file.read_text() for file in Path(job.folder).glob("told-*"))
-    return not is_told and time.monotonic() < begun + job.seconds * 0.95
+    return not is_told and time.monotonic() < begun + job.seconds * 0.85
 
 
 def late_and_slow_to_answer(job: Job) -> None:

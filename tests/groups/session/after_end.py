@@ -63,7 +63,9 @@ def after_the_session(mode: str, rank: int, folder: str, job: holdfast.Job) -> N
         child.start()
         child.join()
         sys.exit(child.exitcode)
-    _train(job, {"ends": LONG, "save": AMPLE}.get(mode, SHORT))
+    # A busy machine may give a thread nothing for seconds, although it has work.
+    bounds = {"ends": LONG, "save": AMPLE} | dict.fromkeys(WORKING, AMPLE)
+    _train(job, bounds.get(mode, SHORT))
     if mode == "save":
         events.subscribe(lambda event: time.sleep(BEYOND) if event.name == "save.written" else None)
         holdfast.async_save(

@@ -29,7 +29,7 @@ from holdfast._core.run.owner import lease_of
 from holdfast._core.run.save_times import SaveTimes
 from holdfast._core.run.turns import one_at_a_time
 from holdfast._core.saving.job import SaveJob
-from holdfast._core.store.base import Folder, Store
+from holdfast._core.store.base import Folder, Store, bounded
 from holdfast._core.store.local import open_store
 from holdfast._core.store.retention import Retention
 from holdfast._core.store.run_folder import (
@@ -245,7 +245,7 @@ class RunFolder:
         # Asked also if the save is forced: all calls count.
         if not self.should_save(step) and not force:
             return None
-        behind = self._saves_to_tier() or self._asynchronous
+        behind = self._saves_to_tier(job) or self._asynchronous
         if self._skips and behind and self._is_busy(step):
             return None
         left_out = self._settle(leave=self._in_flight - 1 if behind else 0, step=step)
@@ -275,9 +275,9 @@ class RunFolder:
         """Return whether all ranks have local folders."""
         return self._tier is not None and self._tier.begin(begin_call(self._job).lane("local")) is not None
 
-    def _saves_to_tier(self) -> bool:
+    def _saves_to_tier(self, job: Job) -> bool:
         """Return whether all ranks have local folders to save into."""
-        return self._tier is not None and self._tier.begin_save(begin_call(self._job).lane("local"))
+        return self._tier is not None and self._tier.begin_save(begin_call(job).lane("local"))
 
     def _pending(self) -> list[int | None]:
         return [save.step for save in self._queue.saves if not save.done()]
@@ -394,6 +394,8 @@ class RunFolder:
         if step is None:
             found = agree_on_newest(self.store, self._source, call, rejected)
         else:
-            folder = committed_folder(self.store, step) or step_folder(step, self.megatron)
+            folder = committed_folder(bounded(self.store, call.deadline), step) or step_folder(
+                step, self.megatron
+            )
             found = Found(step, self.store.child(folder), True)
         return found if found is None or copy is None else found._replace(ancestry=copy.ancestry)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast._core.run.owner import BEAT, is_gone, read_owner
+from holdfast._core.run.owner import BEAT, is_gone
+from holdfast._core.run.owner_file import read_owner
 from holdfast._core.store.base import Store
 
 SETTLED = 60

@@ -21,6 +21,8 @@ import msgspec
 from msgspec import structs
 
 from holdfast._core.background.local_save import LocalSave
+from holdfast._core.base.deadline import Deadline
+from holdfast._core.base.threads import within
 from holdfast._core.base.values import Json, Message
 from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.format.local_copy import ABOUT, SAVE, Ancestry, LocalCopy, is_newer, read_copy, save_of
@@ -34,7 +36,7 @@ from holdfast._core.run.hosts import COPY, HERE, Start, meet_on_hosts, read_stat
 from holdfast._core.run.owner import Lease, lease_of
 from holdfast._core.saving.job import SaveJob
 from holdfast._core.saving.request import PREVIOUS, SaveRequest
-from holdfast._core.store.base import Folder, Store, replace_file
+from holdfast._core.store.base import Folder, Store, bounded, replace_file
 from holdfast._core.store.local import open_local
 from holdfast._core.store.run_folder import committed_folder, newest_steps, step_folder
 from holdfast.errors import BadInput, HoldfastError
@@ -42,6 +44,8 @@ from holdfast.errors import BadInput, HoldfastError
 log = logging.getLogger("holdfast")
 DURABLE = "durable"
 """A file in a copy's folder: its step has been committed in the run."""
+RUN_LOOK = 30.0
+"""Seconds that the first save of a start looks at the run, whose storage may not respond."""
 LOOKED_AT = 3
 """Of how many of the run's newest steps an index is read, if those before can't be read."""
 
@@ -115,7 +119,7 @@ class LocalTier:
         """Return the save of the newest durable step, and its number."""
         # Without the run a save can still be committed locally; whether it is the newest can't be told then.
         with suppress(HoldfastError):
-            return newest_durable(self.run)[:2]
+            return newest_durable(bounded(self.run, Deadline(RUN_LOOK)))[:2]
         return "", -1
 
     def leave(self, user: object) -> None:
@@ -192,7 +196,13 @@ class LocalTier:
         ]
         if alike:
             return self.store.child(max(alike, key=lambda one: (one.about.start, one.about.number)).folder)
-        return None if copy.is_part or in_run is None else in_run()
+        if copy.is_part or in_run is None:
+            return None
+        # The local commit does not depend on the run, with which the durable save compares, too.
+        found: list[Store | None] = []
+        with suppress(HoldfastError):
+            within(RUN_LOOK, f"a look at {self.run.url}", lambda: found.append(in_run()))
+        return next((bounded(store, Deadline(RUN_LOOK)) for store in found if store is not None), None)
 
     def _is_durable(self, name: str, number: int, step: int, save: str, rank: int) -> None:
         """Mark a copy whose step is durable, and remove the copies that were saved before it; but those of

@@ -19,71 +19,40 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from weakref import WeakSet, finalize
 
 import msgspec
 
+from holdfast._core.base.deadline import Deadline
 from holdfast._core.base.options import read_environment
 from holdfast._core.base.threads import start_thread, within
-from holdfast._core.base.values import NO_JSON
 from holdfast._core.format.names import OWNER
-from holdfast._core.ready import ready
 from holdfast._core.roster.lost import by_kernel
 from holdfast._core.roster.process import Identity, this_process
 from holdfast._core.run.attempts import Attempts
-from holdfast._core.store.base import VERSION_BYTES, NotFound, Store, capabilities
+from holdfast._core.run.owner_file import Owner, read_owner
+from holdfast._core.store.base import VERSION_BYTES, Store, bounded, capabilities
 from holdfast.errors import Conflict, HoldfastError
 
 log = logging.getLogger("holdfast")
 BEAT = 10.0
 """Seconds between two renewals of the file."""
+GIVING_UP = 5.0
+"""Seconds that the requests of a release may take."""
+TOLD_AGAIN = 600.0
+"""Seconds until a renewal that goes on failing for one reason is warned of again."""
 SILENT = 3.5 * BEAT
 """Seconds without a renewal after which an owner that this host can't observe counts as ended."""
 # A name for this process: a pid may belong to another process later. A fork draws its own.
 _PROCESS = secrets.token_hex(8)
-
-
-class Owner(msgspec.Struct, frozen=True):
-    """The content of the file."""
-
-    job: str
-    """The same on all ranks of a job, and different for every other job."""
-    name: str
-    """The launcher's name for the job, which restarts keep; "" if it has none."""
-    restarts: int
-    process: str
-    rank: int
-    host: str
-    machine: str
-    pid: int
-    started: str
-    """By the kernel's clock; distinguishes a later process with the same pid."""
-    since: float
-    """Wall-clock seconds, for messages."""
-    beat: int
-    took: bool = False
-    """Whether this owner, or an earlier one, took the folder from an owner not known to have ended."""
-    ended: bool = False
-    """Whether it has released the folder."""
-    under_way: tuple[str, ...] = ()
-    """Attempts of saves that may still be committed (`attempts`)."""
-    void: tuple[str, ...] = ()
-    """Attempts that are known never to be committed: what they have left may be deleted."""
-    doubtful: tuple[str, ...] = ()
-    """Attempts of owners before this one that are not known to have ended."""
-    version: str = ""
-    """Random, new at each write: the last bytes of the file identify its version."""
-
-    def __str__(self) -> str:
-        begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        return f"{self.name or 'a job'} (rank {self.rank}, host {self.host}, pid {self.pid}, since {begun})"
 
 
 class Lease:
@@ -179,7 +148,11 @@ class Lease:
         return False
 
     def leave(self, user: object) -> None:
-        """Remove a user; the last one releases the folder."""
+        """Remove a user; the last one releases the folder, if storage responds within GIVING_UP."""
+        with suppress(HoldfastError):
+            within(GIVING_UP, f"giving back {self.store.url}", partial(self._leave, user))
+
+    def _leave(self, user: object) -> None:
         with self._lock:
             self._users.discard(user)
             if self._users or self._mine is None:
@@ -210,15 +183,16 @@ class Lease:
     def _give_up(self) -> None:
         mine, self._mine, self._tail = self._mine, None, None
         self._calls.put(None)
+        store = bounded(self.store, Deadline(GIVING_UP))
         with suppress(HoldfastError):  # later jobs will see that this process has ended
-            owner, tail = self._read()
+            owner, tail = read_owner(store)
             if not _is_ours(owner):
                 return
             # A previous owner that may be alive must not find it free; nor must what `prune` needs be lost.
             if mine is not None and (mine.took or self._attempts):
-                self._publish(msgspec.structs.replace(mine, ended=True), tail)
+                self._publish(store, msgspec.structs.replace(mine, ended=True), tail)
             else:
-                self.store.delete(OWNER)
+                store.delete(OWNER)
 
     def _wait_for_silence(self, owner: Owner, tick: Callable[[], None]) -> None:
         """Wait until an owner that this host can't observe stops renewing. Raises Conflict if it is alive."""
@@ -240,6 +214,7 @@ class Lease:
                 raise _refusal(current, self.store.url)
 
     def _beat(self) -> None:
+        told, again = "", 0.0
         while True:
             with suppress(Empty):
                 self._calls.get(timeout=BEAT)
@@ -250,49 +225,41 @@ class Lease:
                 if not self._users:  # all were garbage-collected without `leave`
                     self._give_up()
                     return
+                # A save that begins waits for the lock, and so does `leave`.
+                store = bounded(self.store, Deadline(BEAT))
                 try:
-                    owner, tail = self._read()
+                    owner, tail = read_owner(store)
                     if not _is_ours(owner):
                         return  # the next save raises Conflict, or writes a file that was removed
-                    self._write(msgspec.structs.replace(self._mine, beat=self._mine.beat + 1), tail)
+                    self._write(msgspec.structs.replace(self._mine, beat=self._mine.beat + 1), tail, store)
                 except Conflict:
                     return
                 except HoldfastError as error:
                     # The next beat tries again: SILENT allows two failures in a row.
-                    log.warning("The owner of %s could not be written: %s", self.store.url, error)
+                    now, kind = time.monotonic(), re.sub(r"[0-9]+", "", error.message)
+                    if kind != told or now >= again:
+                        told, again = kind, now + TOLD_AGAIN
+                        log.warning("The owner of %s could not be written: %s", self.store.url, error)
+                else:
+                    told = ""
 
     def _read(self) -> tuple[Owner | None, bytes | None]:
         return read_owner(self.store)
 
-    def _write(self, owner: Owner, replacing: bytes | None) -> None:
+    def _write(self, owner: Owner, replacing: bytes | None, store: Store | None = None) -> None:
         self._tail = None  # unknown after an error
-        self._tail = self._publish(owner, replacing)
+        self._tail = self._publish(store or self.store, owner, replacing)
         self._mine = owner
 
-    def _publish(self, owner: Owner, replacing: bytes | None) -> bytes:
+    def _publish(self, store: Store, owner: Owner, replacing: bytes | None) -> bytes:
         """Put the file in place; return its version."""
         if self._attempts is not None:
             owner = msgspec.structs.replace(owner, **self._attempts.noted())
         # `version` is the last field, so it is at the end of the file, where `publish` compares versions.
         owner = msgspec.structs.replace(owner, version=secrets.token_hex(VERSION_BYTES))
         data = msgspec.json.encode(owner)
-        self.store.publish(OWNER, data, replacing)
+        store.publish(OWNER, data, replacing)
         return data[-VERSION_BYTES:]
-
-
-def read_owner(store: Store) -> tuple[Owner | None, bytes | None]:
-    """Read the owner of a run folder and the version of the file; a damaged file has no owner."""
-    try:
-        reader = store.open(OWNER)
-    except NotFound:
-        return None, None
-    with closing(reader):
-        # Bounded, because the file may be damaged; an owner takes a few hundred bytes, and 15 an attempt.
-        data = reader.read(0, 1 << 16)
-    try:
-        return msgspec.json.decode(data, type=ready(Owner)), data[-VERSION_BYTES:]
-    except NO_JSON:
-        return None, data[-VERSION_BYTES:]
 
 
 def _me(job: str, rank: int, took: bool) -> Owner:
@@ -376,12 +343,16 @@ def lease_of(store: Store) -> Lease:
 
 
 def _give_back() -> None:
-    """Release all leases at process exit, if storage responds."""
+    """Release all leases at process exit, if storage responds: it may hang, but the process must be able to
+    end."""
+    releases = []
     for lease in list(_leases.values()):
         for user in list(lease._users):
             with suppress(HoldfastError):
-                # Storage may hang, but the process must be able to end.
-                within(5.0, f"giving back {lease.store.url}", partial(lease.leave, user))
+                releases.append(start_thread(partial(lease._leave, user), "holdfast-release"))
+    ends = time.monotonic() + GIVING_UP
+    for release in releases:
+        release.join(max(ends - time.monotonic(), 0.0))
 
 
 def _forked() -> None:

@@ -46,8 +46,8 @@ WRITEBACK = 8 << 20
 """Written bytes after which the kernel is told to start writeback; otherwise storage would stay idle until
 `fsync`, or until the kernel has more dirty pages."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_ALMOST_URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]+):/")
-"""What becomes of a URL as a pathlib.Path, which makes one slash of two."""
+_ALMOST_URL = re.compile(r"\s*(?:[A-Za-z][A-Za-z0-9+.-]+:/|(?:s3|gs|az):)")
+"""What becomes of a URL as a pathlib.Path, which makes one slash of two; and one of ours without any."""
 
 
 class LocalReader:
@@ -346,12 +346,11 @@ def _text_of(place: str | os.PathLike[str]) -> tuple[str, str]:
         raise BadInput(f"{text!r} is not a path: it has a null character in it.")
     url = _URL.match(text)
     if url is None:
-        almost = _ALMOST_URL.match(text)
-        if almost is not None:
+        if _ALMOST_URL.match(text):
             raise BadInput(
-                f"{text!r} would be a local folder named {almost[1] + ':'!r}.",
-                hint="Give a URL as a str: a pathlib.Path makes one slash of two. Give a folder of that name "
-                "by its absolute path.",
+                f"{text!r} would be a local folder named {text.lstrip().split('/')[0]!r}.",
+                hint="Give a URL as a str, with two slashes: a pathlib.Path makes one of them. Give a folder "
+                "of that name by its absolute path.",
             )
         return text, "file"
     return (url[2], "file") if url[1] == "file" else (text, url[1])

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from types import ModuleType
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from holdfast._core.base.deadline import REAL_CLOCK, Deadline
 from holdfast._core.base.threads import start_thread
-from holdfast._core.store.object_errors import explained, is_answer, is_busy, missing_package
+from holdfast._core.store.object_errors import explained, is_answer, is_busy, is_busy_status, missing_package
 from holdfast._core.store.schemes import environment
 from holdfast.errors import StorageError
 
@@ -113,7 +113,7 @@ class SlowWarning:
             self._is_due = False
             log.warning(
                 "%s %s has not succeeded for %.0f s: the server refuses, does not answer, or is slow. It is "
-                "given up after %.0f s.", self._doing, self._url, seconds, self._limit,
+                "given up after %.0f s at most.", self._doing, self._url, seconds, self._limit,
             )  # fmt: skip
 
 
@@ -123,35 +123,74 @@ def begin(action: Callable[[], T]) -> Request[T]:
     return Request(action)
 
 
+class _Handles(NamedTuple):
+    """obstore's stores for a bucket, which differ in how often they try a request again."""
+
+    made_in: int
+    """A hash of the environment, in which credentials may be renewed."""
+    plain: object
+    at_first: object
+    later: object
+
+
 class Client:
     """A bucket."""
 
     def __init__(self, scheme: str, bucket: str) -> None:
         self.scheme, self.bucket = scheme, bucket
-        self._at_first = _obstore(scheme, bucket, retries=_AT_FIRST)
-        self._later = _obstore(scheme, bucket, retries=_LATER)
+        self._made = self._make()
         self._has_answered = False
-        self.plain = _obstore(scheme, bucket, retries=0)
-        """For conditional PUTs, whose replies only `object_publish` understands."""
-        self.versions: dict[str, tuple[bytes, dict[str, str]]] = {}
+        self._versions: dict[str, tuple[bytes, dict[str, str]]] = {}
         """The last bytes of small objects that were read or written here, and their version, by key."""
+        self._noting = threading.Lock()
         self.keeps_conditions = False
         """Whether this bucket is known to keep the conditions of a PUT."""
         self.checking = threading.Lock()
 
+    def _make(self) -> _Handles:
+        tries = (0, _AT_FIRST, _LATER)
+        return _Handles(_environment(), *(_obstore(self.scheme, self.bucket, retries=each) for each in tries))
+
+    def _handles(self) -> _Handles:
+        if self._made.made_in != _environment():
+            self._made = self._make()
+        return self._made
+
+    @property
+    def plain(self) -> object:
+        """For conditional PUTs, whose replies only `object_publish` understands: they are not repeated."""
+        return self._handles().plain
+
     @property
     def patient(self) -> object:
-        """For requests that may be repeated: by obstore itself, for PATIENCE seconds. A server that has not
-        answered yet may have a wrong address, and its user wants to know soon."""
-        return self._later if self._has_answered else self._at_first
+        """For the requests of `call`. A server that has not answered yet may have a wrong address, and its
+        user wants to know soon."""
+        return self.lasting if self._has_answered else self._handles().at_first
+
+    @property
+    def lasting(self) -> object:
+        """For requests that may be repeated, to a server that this job has asked before: they are repeated by
+        obstore itself, for PATIENCE seconds."""
+        return self._handles().later
 
     def url(self, key: str) -> str:
         return f"{self.scheme}://{self.bucket}/{key}"
 
     def note_version(self, key: str, tail: bytes, version: dict[str, str]) -> None:
-        while len(self.versions) >= 256:
-            self.versions.pop(next(iter(self.versions)), None)
-        self.versions[key] = tail, version
+        with self._noting:
+            while len(self._versions) >= 256:
+                del self._versions[next(iter(self._versions))]
+            self._versions[key] = tail, version
+
+    def forget_version(self, key: str) -> None:
+        with self._noting:
+            self._versions.pop(key, None)
+
+    def version_noted(self, key: str, tail: bytes) -> dict[str, str] | None:
+        """Return the version of an object that was seen with these last bytes; None if it was not."""
+        with self._noting:
+            found, version = self._versions.get(key, (None, None))
+        return version if found == tail else None
 
     def begin_all(
         self, doing: str, key: str, actions: Sequence[Callable[[], T]], deadline: Deadline | None = None
@@ -176,16 +215,21 @@ class Client:
         return results
 
     def _tried(self, action: Callable[[], T]) -> T:
-        had_answered = self._has_answered
-        try:
-            result = action()
-        except Exception as error:
-            self._has_answered = self._has_answered or is_answer(error)
-            if had_answered or not (is_answer(error) and is_busy(error)):
-                raise
-            return action()
-        self._has_answered = True
-        return result
+        ends, pause = REAL_CLOCK.now() + PATIENCE, FIRST_PAUSE
+        while True:
+            had_answered = self._has_answered
+            try:
+                result = action()
+            except Exception as error:
+                self._has_answered = had_answered or is_answer(error)
+                is_over = had_answered and is_busy_status(error)  # obstore has repeated it for PATIENCE
+                if is_over or not is_answer(error) or not is_busy(error) or REAL_CLOCK.now() + pause > ends:
+                    raise
+            else:
+                self._has_answered = True
+                return result
+            REAL_CLOCK.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     def call_all(
         self, doing: str, key: str, actions: Sequence[Callable[[], T]], deadline: Deadline | None = None
@@ -209,14 +253,19 @@ _known = threading.Lock()
 
 
 def client_of(scheme: str, bucket: str) -> Client:
-    """Return the client of a bucket; a new one if the environment has changed, as tokens may be in it."""
-    now = hash(tuple(sorted(environment().items())))
+    """Return the client of a bucket; a new one if the environment has changed: it may name another server."""
+    now = _environment()
     with _known:
         before, client = _clients.get((scheme, bucket), (0, None))
         if client is None or before != now:
             client = Client(scheme, bucket)
             _clients[scheme, bucket] = now, client
         return client
+
+
+def _environment() -> int:
+    """Return a hash of the variables that hold addresses and credentials."""
+    return hash(tuple(sorted(environment().items())))
 
 
 @cache

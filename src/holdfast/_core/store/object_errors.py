@@ -11,7 +11,8 @@ from holdfast._core.store.base import NotFound
 from holdfast.errors import StorageError
 
 EXTRA = "pip install 'torch-holdfast[object]'"
-_CODE = re.compile(r"<Code>([A-Za-z]{3,60})</Code>")
+_CODE = re.compile(r"<Code>([A-Za-z]{3,60})</Code>|\(code: ([A-Za-z]{3,60})\)")
+"""In a reply of the server; of a deletion, which is a request for several objects, in the library's words."""
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _MAY = {
     "Opening": "read objects (s3:GetObject; storage.objects.get; Blob Data Reader)",
@@ -32,6 +33,9 @@ _REGION = {
     "IllegalLocationConstraintException",
 }  # fmt: skip
 _BUSY = {"SlowDown", "TooManyRequests", "ServerBusy", "RequestLimitExceeded", "Throttling"}
+_LATER = _BUSY | {"RequestTimeout", "ServiceUnavailable", "InternalError"}
+"""Codes that ask for the same request again, whatever the status: a body that came too slowly is a 400, and a
+reply about several objects a 200."""
 _NOT_ALLOWED = {
     "", "AccessDenied", "Forbidden", "AuthorizationFailure", "AuthorizationPermissionMismatch",
     "InsufficientAccountPermissions",
@@ -65,7 +69,7 @@ _CAUSES = (
 def code_of(error: BaseException) -> str:
     """Return the server's code of an error, such as SlowDown; "" if there is none."""
     found = _CODE.search(str(error))
-    return "" if found is None else found[1]
+    return "" if found is None else found[1] or found[2]
 
 
 def status_of(error: BaseException) -> int:
@@ -76,12 +80,17 @@ def status_of(error: BaseException) -> int:
 
 def is_answer(error: BaseException) -> bool:
     """Return whether an error is an answer of the server of objects."""
-    answered = status_of(error) > 0 or isinstance(error, FileNotFoundError)
-    return answered and not _asks_for_role(error)
+    answered = status_of(error) > 0 or code_of(error) or isinstance(error, FileNotFoundError)
+    return bool(answered) and not _asks_for_role(error)
 
 
 def is_busy(error: BaseException) -> bool:
     """Return whether the server has most likely not executed a request, and may do it later."""
+    return is_busy_status(error) or code_of(error) in _LATER
+
+
+def is_busy_status(error: BaseException) -> bool:
+    """Return whether the status alone says that, so that the library itself repeats the request."""
     status = status_of(error)
     return status == 429 or status >= 500
 
@@ -89,6 +98,8 @@ def is_busy(error: BaseException) -> bool:
 def is_final(error: BaseException) -> bool:
     """Return whether the server has refused a request, so that it was not executed, and will not be."""
     status = status_of(error)
+    if code_of(error) in _LATER:
+        return False
     refused = 300 <= status < 500 and status not in (408, 409, 412, 425, 429)
     if status == 404:
         refused = _asks_for_role(error)
@@ -130,7 +141,7 @@ def explained(doing: str, url: str, error: BaseException, seconds: float) -> Sto
         hint = "Set AWS_REGION to the region of the bucket."
     elif code in _REFUSED or status == 401:
         why, hint = "these credentials are refused", "Look at the credentials in the environment."
-    elif status == 403 and code in _NOT_ALLOWED:
+    elif code in _NOT_ALLOWED and (status == 403 or (code and not status)):
         number = errno.EACCES
         may = _MAY.get(doing, _WRITE)
         if bucket.startswith("s3:") and is_anonymous():
@@ -145,8 +156,9 @@ def explained(doing: str, url: str, error: BaseException, seconds: float) -> Sto
     elif status == 501 or code == "NotImplemented":
         why = "this server does not know such requests"
         hint = "Use a server that knows conditional writes (If-None-Match, If-Match)."
-    elif status:
-        said = f"status {status}" + (f" ({code})" if code else "")
+    elif status or code:
+        said = f"status {status}" if status else "an error"
+        said += f" ({code})" if code else ""
         why, hint = f"it answered with {said}, and this went on for {seconds:.0f} s", ""
     elif isinstance(error, TimeoutError):
         number = errno.ETIMEDOUT

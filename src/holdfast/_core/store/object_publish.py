@@ -138,12 +138,12 @@ class _Attempt:
 
         def look() -> tuple[Meta, bytes]:
             try:
-                found = obstore.get(self._client.patient, self._key, options={"range": (first, size)})
+                found = obstore.get(self._client.lasting, self._key, options={"range": (first, size)})
                 return dict(found.meta), bytes(found.bytes())
             except Exception as error:
                 if status_of(error) != 416:
                     raise
-                return obstore.head(self._client.patient, self._key), b""  # a shorter object
+                return obstore.head(self._client.lasting, self._key), b""  # a shorter object
 
         meta, tail = begin(look).result(left(self._deadline))
         return dict(meta) | {"ours": meta["size"] == size and tail == self._data[first:]}

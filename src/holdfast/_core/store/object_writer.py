@@ -112,7 +112,7 @@ class ObjectWriter:
     def _put_parts(self) -> object:
         try:
             return library().put(
-                self._client.patient, self._key, self._given(), chunk_size=self._part, max_concurrency=AT_ONCE
+                self._client.lasting, self._key, self._given(), chunk_size=self._part, max_concurrency=AT_ONCE
             )
         except Exception as error:
             if self._is_whole():
@@ -129,7 +129,7 @@ class ObjectWriter:
     def _is_whole(self) -> bool:
         """Return whether the object is there as a whole: the reply to its last request may be lost."""
         with suppress(Exception):
-            meta = library().head(self._client.patient, self._key)
+            meta = library().head(self._client.lasting, self._key)
             return self._ended and bool(meta["size"] == self._at)
         return False
 

@@ -208,21 +208,19 @@ class ObjectStore:
         key, version = self._key(path), None
         if replacing is not None:
             # What is there was read shortly before, as a rule.
-            if self._client.versions.get(key, (None,))[0] != replacing:
-                self._client.versions.pop(key, None)
-                found = version_of(self, path)
-                if found != replacing:
+            while (version := self._client.version_noted(key, replacing)) is None:
+                self._client.forget_version(key)
+                if version_of(self, path) != replacing:  # which notes what it reads
                     raise Conflict(
                         f"{self.url}/{path} was put in place by another save since this one began; that one "
                         "stands, this one is void.",
                         hint="Give every job its own folder.",
                     )
-            version = self._client.versions[key][1]
         publish(self._client, key, bytes(data), replacing, version, self._deadline)
 
     def delete(self, path: str) -> None:
         key = self._key(path)
-        self._client.versions.pop(key, None)
+        self._client.forget_version(key)
         library_delete(self._client, key, self._deadline)
 
     def remove(self) -> bool:

@@ -19,6 +19,8 @@ With neither nothing is pinned, and an old step may be removed while it is read.
 from __future__ import annotations
 
 import atexit
+import errno
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -45,6 +47,7 @@ from holdfast._core.store.filesystem import (
 from holdfast._core.store.run_folder import is_spelled_as_ours
 from holdfast.errors import HoldfastError, StorageError
 
+log = logging.getLogger("holdfast")
 _PIN = 1
 """The byte of the index to lock; byte 0 is locked by publishing."""
 RENEWED = 120.0
@@ -53,6 +56,8 @@ EXPIRES = 900.0
 """Seconds, by the storage's clock, for which a file counts: several renewals may fail."""
 REQUEST = 20.0
 """Seconds for a request for a pin: a reader can do without one."""
+TRIED_AGAIN = 10.0
+"""Seconds until a pin that could not be written is tried again, while the read goes on."""
 _DELETED_WITHIN = 1.0
 """Seconds for which the end of a read waits for the deletion."""
 _AT_EXIT = 5.0
@@ -170,15 +175,27 @@ def unpinned(store: Store) -> Iterator[bool]:
 
 
 class _PinFile:
-    """A pin. Raises StorageError if it can't be written."""
+    """A pin. Raises StorageError if this process may not write it. If storage can't write it now, its thread
+    tries again, and the read goes on meanwhile."""
 
     def __init__(self, store: Store, seconds: float = REQUEST) -> None:
         self._store, self._pid = store, os.getpid()
+        self._path, self._is_there = _new_path(), False
         self._reads = threading.Lock()
         """Held while the step is read. A finalizer may release it at any point of any code."""
         self._reads.acquire()
         self._ended = threading.Event()
-        self._name = _write(bounded(store, Deadline(seconds)), "")
+        try:
+            _write(bounded(store, Deadline(seconds)), self._path)
+            self._is_there = True
+        except StorageError as error:
+            if error.details.get("errno") == errno.EACCES:
+                raise
+            log.warning(
+                "%s is read without a pin until one can be written, and another job may remove it: %s",
+                store.url,
+                error.message,
+            )
         try:
             start_thread(self._keep, "holdfast-pin")
         except HoldfastError:
@@ -190,20 +207,26 @@ class _PinFile:
     def _keep(self) -> None:
         # All but the first request on one thread, so that no renewal comes after the deletion.
         while True:
-            if self._reads.acquire(timeout=RENEWED):
+            if self._reads.acquire(timeout=RENEWED if self._is_there else TRIED_AGAIN):
                 self._delete()
                 self._ended.set()
                 return
-            with suppress(StorageError):  # the next renewal may succeed
-                self._renew()
+            with suppress(StorageError):  # the next time it may succeed
+                if self._is_there:
+                    self._renew()
+                else:
+                    _write(self._bounded(), self._path)
+                    self._is_there = True
 
     def _renew(self) -> None:
-        before, self._name = self._name, _write(self._bounded(), "")
+        path = _new_path()
+        _write(self._bounded(), path)
+        before, self._path = self._path, path
         self._bounded().delete(before)
 
     def _delete(self) -> None:
         with suppress(HoldfastError):  # then it counts until it expires
-            self._bounded().delete(self._name)
+            self._bounded().delete(self._path)
 
     def _bounded(self) -> Store:
         return bounded(self._store, Deadline(REQUEST))
@@ -239,9 +262,11 @@ def _give_back() -> None:
         pin.close(max(ends - REAL_CLOCK.now(), 0.0))
 
 
-def _write(store: Store, prefix: str) -> str:
-    """Write a file with a new name that begins so; return its path."""
-    path = f"{PINS}/{prefix}{os.urandom(8).hex()}"
+def _new_path(prefix: str = "") -> str:
+    return f"{PINS}/{prefix}{os.urandom(8).hex()}"
+
+
+def _write(store: Store, path: str) -> None:
     writer = store.create(path)
     try:
         writer.write_at(0, [b"{}"])
@@ -249,7 +274,6 @@ def _write(store: Store, prefix: str) -> str:
     except BaseException:
         writer.discard()
         raise
-    return path
 
 
 def has_live_pin(store: Store, names: list[str] | None = None) -> bool:
@@ -260,7 +284,8 @@ def has_live_pin(store: Store, names: list[str] | None = None) -> bool:
     paths = [f"{PINS}/{name}" for name in names if not name.startswith(CLAIM)]
     if not paths:
         return False
-    asked = _write(store, _NOW)
+    asked = _new_path(_NOW)
+    _write(store, asked)
     try:
         look = look_at_files(store, [asked, *paths])
         found, now = {path: look(path) for path in paths}, look(asked)

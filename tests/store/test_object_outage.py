@@ -1,0 +1,230 @@
+"""A server of objects that does not respond, refuses, or wants new credentials in the middle of a job: what goes on,
+what is said, and for how long a call waits."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast._core.run import local_tier, owner
+from holdfast._core.store import pins
+from holdfast._core.store.local import open_store
+from holdfast.errors import HoldfastError, StorageError
+from tests.support.object_servers import Asked, Proxy, forward, hurry
+from tests.support.waiting import wait_until
+
+pytest.importorskip("obstore")
+ALONE = holdfast.Job(no_dist=True)
+SOON = 20.0
+"""Seconds: far below those for which requests are tried again."""
+
+
+def state(step: int = 0) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((999,), float(step))}
+
+
+# -- credentials ----------------------------------------------------------------------------------------
+
+
+def test_credentials_that_are_renewed_in_the_environment_reach_a_job_that_is_running(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = set()
+
+    def only_valid(asked: Asked) -> Any:
+        signed = {name.lower(): value for name, value in asked.headers.items()}["authorization"]
+        (key,) = re.findall("Credential=([^/]+)/", signed)
+        keys.add(key)
+        if key != os.environ["AWS_ACCESS_KEY_ID"]:
+            return 400, [], b"<Error><Code>ExpiredToken</Code><Message>m</Message></Error>"
+        return forward(asked.port, asked.method, asked.path, asked.headers, asked.body)
+
+    proxy.change = only_valid
+    back = state()
+    with holdfast.Checkpoints(place, keep=2, job=ALONE) as checkpoints:
+        checkpoints.save(1, state(1)).committed()
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
+        checkpoints.save(2, state(2)).committed()
+        assert checkpoints.latest() == 2
+        assert checkpoints.restore(back) == 2
+    assert torch.equal(back["w"], state(2)["w"])
+    assert keys == {"key", "renewed"}
+
+
+def test_a_reader_that_was_opened_before_goes_on_with_them(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(place)
+    writer = store.create("data")
+    writer.write_at(0, [bytes(1 << 20)])
+    writer.finish()
+    reader = store.open("data")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
+    seen: list[str] = []
+
+    def note(asked: Asked) -> Any:
+        seen.append(asked.headers["authorization"])
+        return forward(asked.port, asked.method, asked.path, asked.headers, asked.body)
+
+    proxy.change = note
+    assert reader.read(500_000, 500_000) == bytes(500_000)
+    assert [("Credential=renewed/" in one) for one in seen] == [True]
+
+
+# -- no response ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["hang", pytest.param("503", marks=pytest.mark.soak)])
+def test_a_run_without_a_save_under_way_is_closed_soon(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(owner, "GIVING_UP", 2.0)
+    checkpoints = holdfast.Checkpoints(place, job=ALONE)
+    checkpoints.save(1, state()).committed()
+    proxy.rule = lambda *_: fault
+    begun = time.monotonic()
+    checkpoints.close(timeout=5)
+    assert time.monotonic() - begun < SOON
+
+
+def test_several_runs_are_given_back_at_once_when_a_process_ends(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "GIVING_UP", 2.0)
+    runs = [holdfast.Checkpoints(f"{place}/{number}", job=ALONE) for number in range(4)]
+    for run in runs:
+        run.save(1, state()).committed()
+    proxy.rule = lambda *_: "hang"
+    begun = time.monotonic()
+    owner._give_back()
+    assert time.monotonic() - begun < 3 * 2.0
+    proxy.rule = lambda *_: "pass"
+    for run in runs:
+        run.close()
+
+
+def test_a_given_step_is_restored_within_the_timeout(proxy: Proxy, place: str) -> None:
+    job = holdfast.Job(no_dist=True, timeout=4.0)
+    with holdfast.Checkpoints(place, job=ALONE) as checkpoints:
+        checkpoints.save(1, state()).committed()
+    checkpoints = holdfast.Checkpoints(place, job=job)
+    proxy.rule = lambda *_: "hang"
+    begun = time.monotonic()
+    with pytest.raises(HoldfastError):
+        checkpoints.restore(state(), 1)
+    assert time.monotonic() - begun < SOON
+    proxy.rule = lambda *_: "pass"
+    checkpoints.close()
+
+
+def test_the_first_save_of_a_start_is_committed_on_its_host_without_the_run(
+    proxy: Proxy, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch, "hang")
+    monkeypatch.setattr(local_tier, "RUN_LOOK", 1.0)
+    proxy.rule = lambda *_: "hang"
+    checkpoints = holdfast.Checkpoints(place, local=tmp_path, job=ALONE, on_failure="warn")
+    begun = time.monotonic()
+    saved = checkpoints.save(1, state(1))
+    assert saved is not None
+    report = saved.committed(SOON)
+    assert time.monotonic() - begun < SOON
+    assert report.path.startswith(str(tmp_path))
+    back = state()
+    holdfast.load(back, report.path, job=ALONE)
+    assert torch.equal(back["w"], state(1)["w"])
+    proxy.rule = lambda *_: "pass"
+    assert saved.durable(120).path.startswith(place)
+    checkpoints.close()
+
+
+# -- refusals -------------------------------------------------------------------------------------------
+
+
+def test_an_owner_that_can_not_be_renewed_is_warned_of_once(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(owner, "BEAT", 0.5)
+    checkpoints = holdfast.Checkpoints(place, job=ALONE)
+    checkpoints.save(1, state()).committed()
+    proxy.requests()
+    refused = threading.Event()
+    proxy.rule = lambda *_: "pass" if refused.is_set() else "denied"
+
+    def renewals() -> int:
+        return sum("denied" in line for line in proxy.requests())
+
+    try:
+        tried = 0
+        while tried < 6:
+            tried += renewals()
+            time.sleep(0.05)
+        said = [text for text in caplog.messages if "could not be written" in text]
+    finally:
+        refused.set()
+    assert len(said) == 1, said
+    checkpoints.close()
+
+
+def test_a_read_that_began_while_pins_were_refused_is_pinned_later(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pins, "REQUEST", 1.0)
+    monkeypatch.setattr(pins, "TRIED_AGAIN", 0.3)
+    run = open_store(place)
+    with holdfast.Checkpoints(place, keep=1, job=ALONE, asynchronous=False) as checkpoints:
+        checkpoints.save(1, state(1))
+        proxy.rule = lambda method, path, query, number: (
+            "503" if method == "PUT" and pins.PINS in path else "pass"
+        )
+        with holdfast.open(f"{place}/step-00000001") as reader:
+            (said,) = [text for text in caplog.messages if "is read without a pin until" in text]
+            assert f"{place}/step-00000001" in said
+            proxy.rule = lambda *_: "pass"
+            wait_until(lambda: run.list(f"step-00000001/{pins.PINS}"))
+            checkpoints.save(2, state(2))  # removes step 1, but for its data
+            assert torch.equal(reader["w"][:], state(1)["w"])
+    wait_until(lambda: not run.list(f"step-00000001/{pins.PINS}"))
+
+
+def refuse_deletions(proxy: Proxy, code: str, times: int) -> list[str]:
+    """Answer the next deletions as S3 does: a 200, and an error for the object. Return a list that receives these."""
+    refused: list[str] = []
+
+    def change(asked: Asked) -> Any:
+        if asked.method == "POST" and asked.path.endswith("?delete") and len(refused) < times:
+            (key,) = re.findall("<Key>(.*?)</Key>", asked.body.decode())
+            refused.append(key)
+            told = f"<Error><Key>{key}</Key><Code>{code}</Code><Message>m</Message></Error>"
+            head = '<?xml version="1.0" encoding="UTF-8"?><DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+            return 200, [("Content-Type", "application/xml")], f"{head}{told}</DeleteResult>".encode()
+        return forward(asked.port, asked.method, asked.path, asked.headers, asked.body)
+
+    proxy.change = change
+    return refused
+
+
+def test_a_deletion_without_the_right_says_so(proxy: Proxy, place: str) -> None:
+    refuse_deletions(proxy, "AccessDenied", 1)
+    with pytest.raises(StorageError, match=r"these credentials may not delete objects \(s3:DeleteObject"):
+        open_store(place).delete("x")
+
+
+@pytest.mark.parametrize("code", ["ServiceUnavailable", "SlowDown", "InternalError"])
+def test_a_deletion_that_is_refused_for_now_is_tried_again(proxy: Proxy, place: str, code: str) -> None:
+    store = open_store(place)
+    writer = store.create("x")
+    writer.write_at(0, [b"1"])
+    writer.finish()
+    refused = refuse_deletions(proxy, code, 2)
+    store.delete("x")
+    assert len(refused) == 2
+    assert store.list() == []
