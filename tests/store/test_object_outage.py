@@ -79,6 +79,30 @@ def test_a_reader_that_was_opened_before_goes_on_with_them(
     assert [("Credential=renewed/" in one) for one in seen] == [True]
 
 
+@pytest.mark.parametrize("publishes", [False, True], ids=["a listing", "a publishing"])
+def test_a_request_between_two_variables_of_new_credentials_is_made_again(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, publishes: bool
+) -> None:
+    store = open_store(place)
+    store.publish("before", b"1" * 64, None)
+    asked = []
+
+    def change(one: Asked) -> Any:
+        asked.append(one.method)
+        if len(asked) == 1:  # the key is set, and its secret comes while the request is on its way
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "new")
+            return 403, [], b"<Error><Code>SignatureDoesNotMatch</Code><Message>m</Message></Error>"
+        return forward(one.port, one.method, one.path, one.headers, one.body)
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
+    proxy.change = change
+    if publishes:
+        store.publish("index", b"2" * 64, None)
+    else:
+        assert store.list() == ["before"]
+    assert len(asked) == 2
+
+
 # -- no response ----------------------------------------------------------------------------------------
 
 

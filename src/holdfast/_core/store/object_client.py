@@ -149,10 +149,12 @@ class Client:
 
     def _make(self) -> _Handles:
         tries = (0, _AT_FIRST, _LATER)
-        return _Handles(_environment(), *(_obstore(self.scheme, self.bucket, retries=each) for each in tries))
+        return _Handles(
+            current_environment(), *(_obstore(self.scheme, self.bucket, retries=each) for each in tries)
+        )
 
     def _handles(self) -> _Handles:
-        if self._made.made_in != _environment():
+        if self._made.made_in != current_environment():
             self._made = self._make()
         return self._made
 
@@ -217,10 +219,12 @@ class Client:
     def _tried(self, action: Callable[[], T]) -> T:
         ends, pause = REAL_CLOCK.now() + PATIENCE, FIRST_PAUSE
         while True:
-            had_answered = self._has_answered
+            had_answered, credentials = self._has_answered, current_environment()
             try:
                 result = action()
             except Exception as error:
+                if credentials != current_environment():
+                    continue  # they were being renewed, one variable after the other
                 self._has_answered = had_answered or is_answer(error)
                 is_over = had_answered and is_busy_status(error)  # obstore has repeated it for PATIENCE
                 if is_over or not is_answer(error) or not is_busy(error) or REAL_CLOCK.now() + pause > ends:
@@ -254,7 +258,7 @@ _known = threading.Lock()
 
 def client_of(scheme: str, bucket: str) -> Client:
     """Return the client of a bucket; a new one if the environment has changed: it may name another server."""
-    now = _environment()
+    now = current_environment()
     with _known:
         before, client = _clients.get((scheme, bucket), (0, None))
         if client is None or before != now:
@@ -263,7 +267,7 @@ def client_of(scheme: str, bucket: str) -> Client:
         return client
 
 
-def _environment() -> int:
+def current_environment() -> int:
     """Return a hash of the variables that hold addresses and credentials."""
     return hash(tuple(sorted(environment().items())))
 

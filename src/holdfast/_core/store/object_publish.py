@@ -27,6 +27,7 @@ from holdfast._core.store.object_client import (
     Meta,
     SlowWarning,
     begin,
+    current_environment,
     left,
     library,
 )
@@ -83,9 +84,12 @@ class _Attempt:
         begun, pause = REAL_CLOCK.now(), _FIRST_PAUSE
         warning = SlowWarning("Publishing", self._client.url(self._key), left(self._deadline))
         while True:
+            credentials = current_environment()
             try:
                 return begin(self._put).result(min(left(self._deadline), REQUEST))
             except Exception as error:
+                if is_final(error) and credentials != current_environment():
+                    continue  # they were being renewed, one variable after the other
                 here = self._after(error, REAL_CLOCK.now() - begun)
             if here is not None:
                 return here
