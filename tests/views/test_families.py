@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from holdfast._core.layout.box import Box, whole
 from holdfast._models.views.family import Tensors, View, families, view_of
-from holdfast._models.views.mapping import WAYS, Segment, Sizes
+from holdfast._models.views.mapping import WAYS
+from holdfast._models.views.segments import Segment, Sizes
 from holdfast.errors import BadInput, ShapeMismatch
 from holdfast.huggingface import mapping_of
 from tests.support.boxes import tiles
@@ -75,6 +76,8 @@ def models(draw: st.DrawFn) -> tuple[View, str, tuple[int, ...]]:
     global_groups = draw(st.sampled_from([some for some in (1, 2, 3) if groups * heads % some == 0]))
     sizes = {
         "num_global_key_value_heads": global_groups,
+        "head_dim": head,
+        "v_head_dim": value,
         "linear_num_key_heads": keys,
         "linear_num_value_heads": keys * values,
         "linear_key_head_dim": key,
@@ -94,6 +97,7 @@ def models(draw: st.DrawFn) -> tuple[View, str, tuple[int, ...]]:
     entry, _, axes = found
     rows = {
         "grouped": groups * (heads + 2) * head,
+        "grouped_sized": groups * (heads * head + head + value),
         "grouped_tied": (groups * heads + 2 * global_groups) * head,
         "grouped_joined": groups * (heads + 2) * head,
         "gated": groups * (2 * heads + 2) * head,

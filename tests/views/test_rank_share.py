@@ -26,6 +26,8 @@ CONFIG = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 4,
+    "v_head_dim": 4,
     "n_routed_experts": 4,
     "vocab_size": 16,
     "tie_word_embeddings": False,

@@ -45,6 +45,16 @@ PER_LAYER = {
     "vocab_size_per_layer_input": 128,
 }
 """Gemma 4 E2B and E4B, without layers that share keys and values."""
+FALCON = {
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_norm_before_gate": False,
+}
 HUB_V4 = (
     (r"^model\.embed_tokens\.", "embed."),
     (r"^model\.norm\.", "norm."),
@@ -147,6 +157,8 @@ CONVERTED = {
             "layers_block_type": ["mamba", "moe", "attention", "mlp"],
         },
     ),
+    "falcon_h1": Tiny("FalconH1Config", FALCON),
+    "falcon_h1 norm": Tiny("FalconH1Config", {**FALCON, "mamba_rms_norm": True}),
     "glm_moe_dsa": Tiny(
         "GlmMoeDsaConfig",
         {
@@ -196,8 +208,11 @@ def alone() -> Iterator[ProcessWorld]:
         yield world
 
 
-# Gemma 4's layers differ: test_gemma4.py has Megatron-Bridge convert the whole model.
-@pytest.mark.parametrize("name", [name for name in CONVERTED if not name.startswith("gemma4")])
+OWN_MODELS = ("gemma4", "falcon_h1")
+"""Beginnings of types of which Megatron-Bridge converts the whole model: test_gemma4.py, test_hub_models.py."""
+
+
+@pytest.mark.parametrize("name", [name for name in CONVERTED if not name.startswith(OWN_MODELS)])
 def test_every_tensor_is_that_of_megatron_bridges_converter(
     name: str, published: dict[str, Path], alone: ProcessWorld
 ) -> None:

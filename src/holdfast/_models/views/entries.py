@@ -52,12 +52,12 @@ class Family:
         """Entries by our name, without numbers of layers and experts."""
         for section, rules in table.sections.items():
             prefix = rules.get("published", "*").removesuffix("*")
-            for ours, rule in rules.items():
-                if ours not in tables.LINKS:
-                    self._add(section.removesuffix("*") + ours, rule, prefix)
             for ours, rule in table.sections.get(rules.get("within", ""), {}).items():
                 for inner in _INNER if ours not in tables.LINKS else ():
                     self._add(section.removesuffix("*") + inner + ours, rule, prefix)
+            for ours, rule in rules.items():  # in the place of copied ones of the same name
+                if ours not in tables.LINKS:
+                    self._add(section.removesuffix("*") + ours, rule, prefix)
 
     def _add(self, ours: str, rule: str, prefix: str) -> None:
         pattern = re.escape(_HOLES.sub(r".<\1>", ours))

@@ -14,8 +14,9 @@ from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import Dims, nearest
 from holdfast._models.views import tables
 from holdfast._models.views.entries import NUMBER, Family, Found, TableEntry
-from holdfast._models.views.mapping import WAYS, Segment, Sizes
+from holdfast._models.views.mapping import WAYS
 from holdfast._models.views.rules import Rule
+from holdfast._models.views.segments import Segment, Sizes
 from holdfast._models.views.sizes import Numbers, sizes_of
 from holdfast.errors import BadInput, ShapeMismatch
 
