@@ -22,6 +22,11 @@ class HubModel:
     config: dict[str, Any]
     shapes: Callable[[], Shapes]
 
+    def types(self) -> set[str]:
+        """The type, and that of the language model inside."""
+        parts = (self.config, self.config.get("text_config", self.config))
+        return {str(part["model_type"]) for part in parts}
+
 
 def gated(
     prefix: str, inner: int, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")

@@ -164,6 +164,7 @@ VISION = {
         "position_embedding_size": 16,
         "use_clipped_linears": True,
     },
+    "Exaone4_5_Config": {**_EYES, "fullatt_block_indexes": [0], "num_key_value_heads": 1},
     "LlavaConfig": _SIGLIP,
     "LlavaNextConfig": _SIGLIP,
     "LlavaNextVideoConfig": _SIGLIP,

@@ -91,6 +91,7 @@ LING = (
 )
 CONVERTED = {
     "exaone4": Tiny("Exaone4Config", {"head_dim": 8, "tie_word_embeddings": True}),
+    "exaone4_5": Tiny("Exaone4_5_Config", {"head_dim": 8, "vocab_size": 128}, text="exaone4"),
     "deepseek_v4": Tiny(
         "DeepseekV4Config",
         {
@@ -208,7 +209,7 @@ def alone() -> Iterator[ProcessWorld]:
         yield world
 
 
-OWN_MODELS = ("gemma4", "falcon_h1")
+OWN_MODELS = ("gemma4", "exaone4_5", "falcon_h1")
 """Beginnings of types of which Megatron-Bridge converts the whole model: test_gemma4.py, test_hub_models.py."""
 
 

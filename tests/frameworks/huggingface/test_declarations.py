@@ -20,7 +20,15 @@ FROZEN = Path(__file__).with_name("declarations.toml")
 NEWER = {"mimo_v2_flash": "mimo_v2_flash", "minimax_m3_vl_text": "minimax_m3_vl"}
 """Types of transformers 5.24, which is newer than the tests', and the types for which it declares what it makes of them: that
 was written with it."""
-NOT_IN_TRANSFORMERS = {"kimi_k2", "bailing_moe_v2", "sarvam_moe", "sarvam_mla", "deepseek_v32", *NEWER}
+NOT_IN_TRANSFORMERS = {
+    "kimi_k2",
+    "bailing_moe_v2",
+    "sarvam_moe",
+    "sarvam_mla",
+    "deepseek_v32",
+    "exaone4_5_text",
+    *NEWER,
+}
 """The code is in the published folder, or in a newer transformers than the tests'."""
 TABLE_OF = {
     "kimi_k2": "deepseek_v3",

@@ -1,9 +1,10 @@
-"""Types that the installed transformers does not have, as their publishers write them: Megatron-Bridge's own models are filled
-as by itself, every published tensor is used, and all of them come back."""
+"""Types of which Megatron-Bridge 0.6.2 builds the model, and megatron-core alone does not: its own models are filled as by
+itself, every published tensor is used, and all of them come back."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import torch
 import holdfast
 from holdfast._models.views.family import View, view_of
 from holdfast._models.views.mapping import shape_made
-from holdfast.errors import BadInput, MissingTensors
+from holdfast.errors import BadInput, CoverageError, MissingTensors, ShapeMismatch
 from holdfast.huggingface import export
 from tests.frameworks.huggingface import hub_jobs as jobs
+from tests.frameworks.huggingface import models
 from tests.frameworks.huggingface.hub_models import HUB, publish
 from tests.frameworks.huggingface.models import rewrite, weights
+from tests.frameworks.huggingface.test_converters import CONVERTED
 from tests.frameworks.megatron.models import Layout
 from tests.support.processes import ProcessWorld
 
@@ -28,13 +31,39 @@ OURS = ("embedding.", "decoder.", "output_layer.", "mtp.", "lightning_indexers."
 
 
 class Folders(dict[str, Path]):
+    """Each written when a test first asks for it, by transformers if it has the type."""
+
     def __init__(self, root: Path) -> None:
         super().__init__()
         self._root = root
 
     def __missing__(self, name: str) -> Path:
-        self[name] = publish(name, self._root / name.replace(" ", "-"))
-        return self[name]
+        self[name] = folder = self._root / name.replace(" ", "-")
+        if name in HUB:
+            publish(name, folder)
+        else:
+            models.publish(CONVERTED[name.removesuffix(" further")], folder)
+        if name.endswith(" further"):
+            predict_further(folder)
+        return folder
+
+
+def predict_further(folder: Path) -> None:
+    """Add a layer that predicts a further token, which transformers ignores: as layer 1, with norms around it."""
+    there = weights(folder)
+    layer = "model.language_model.layers.1."
+    more = {
+        name.replace(layer, "mtp.layers.0."): value + 1
+        for name, value in there.items()
+        if name.startswith(layer)
+    }
+    norms = {
+        f"mtp.{norm}.weight": torch.rand(32)
+        for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    }
+    rewrite(folder, there | more | norms | {"mtp.fc.weight": torch.rand(32, 64)})
+    config = json.loads((folder / "config.json").read_text())
+    models.edit_config(folder, text_config={**config["text_config"], "num_nextn_predict_layers": 1})
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +125,13 @@ def test_the_module_of_a_newer_transformers_is_filled(name: str, published: Fold
     assert [key for key, value in stock.state_dict().items() if not torch.equal(value, state[key])] == []
 
 
+def test_towers_of_exaone_have_published_names_only(published: Folders) -> None:
+    """Those of Megatron-Bridge's tower are refused."""
+    name = "vision_model.decoder.layers.self_attention.linear_qkv.weight"
+    with pytest.raises(MissingTensors, match=rf"does not hold 1 of the names in the state: '{name}'"):
+        holdfast.load({name: torch.zeros(1, 64, 32)}, published["exaone4_5"], job=ALONE)
+
+
 def test_a_model_of_other_heads_and_a_folder_without_sinks_are_refused(
     published: Folders, tmp_path: Path
 ) -> None:
@@ -103,9 +139,7 @@ def test_a_model_of_other_heads_and_a_folder_without_sinks_are_refused(
     words = r"120 rows can't be made of model.layers.1.self_attn.q_proj.weight, .*: they are not 4 heads of 12 rows and groups of 20"
     with pytest.raises(BadInput, match=words):
         holdfast.load({name: torch.zeros(120, 32)}, published["mimo_v2_flash"], job=ALONE)
-    with pytest.raises(
-        holdfast.errors.ShapeMismatch, match=r"k_proj.weight' with shape \[48, 32\]; .* needs \[24, 32\]"
-    ):
+    with pytest.raises(ShapeMismatch, match=r"k_proj.weight' with shape \[48, 32\]; .* needs \[24, 32\]"):
         holdfast.load({name: torch.zeros(88, 32)}, published["mimo_v2_flash"], job=ALONE)
     folder = publish("mimo_v2_flash", tmp_path / "hub")
     rewrite(folder, {key: value for key, value in weights(folder).items() if "sink" not in key})
@@ -125,7 +159,10 @@ def lacks_bridge() -> str:
     return "needs a Megatron-Bridge that has these models, such as 0.6.2, which is for Python 3.12"
 
 
-@pytest.mark.skipif(bool(lacks_bridge()), reason=lacks_bridge())
+BRIDGE = pytest.mark.skipif(bool(lacks_bridge()), reason=lacks_bridge())
+
+
+@BRIDGE
 @pytest.mark.parametrize(
     ("name", "layout", "ranks"),
     [
@@ -135,19 +172,49 @@ def lacks_bridge() -> str:
         ("minimax_m3_vl", Layout(tp=2, pp=2, ep=2), 4),
         ("minimax_m3_vl", Layout(ep=2), 2),
         ("minimax_m3_vl", Layout(), 1),
+        ("exaone4_5 further", Layout(tp=2, pp=2), 4),
+        ("exaone4_5", Layout(), 1),
+        ("falcon_h1", Layout(pp=2), 2),
+        ("falcon_h1 norm", Layout(), 1),
     ],
 )
 def test_megatron_bridges_own_model_is_filled_as_by_itself_and_comes_back(
     name: str, layout: Layout, ranks: int, published: Folders, tmp_path: Path
 ) -> None:
-    folder = published[name]
-    with ProcessWorld(ranks, preload="bridges") as world:
-        found = world.run(jobs.convert, str(folder), layout, str(tmp_path / "saved"), timeout=200)
+    """Of EXAONE 4.5, its language model: in the checkpoint, the tower is as it is published."""
+    folder, part = published[name], "language_model." if name.startswith("exaone") else ""
+    with ProcessWorld(ranks, preload="mixers" if name.startswith("falcon") else "bridges") as world:
+        found = world.run(jobs.convert, str(folder), layout, str(tmp_path / "saved"), part, timeout=200)
     for many, differ, otherwise in found:
-        assert many > 20
+        assert many > 15
         assert differ == []
         assert otherwise == []
-    export(tmp_path / "saved", tmp_path / "out", like=folder, job=ALONE)
-    before, after = weights(folder), weights(tmp_path / "out")
+    before, saved = weights(folder), tmp_path / "saved"
+    if part:
+        with holdfast.open(saved) as checkpoint:
+            state = {key: value for key, value in checkpoint.read().items() if "_extra_state" not in key}
+        tower = {key: value for key, value in before.items() if key.startswith("model.visual.")}
+        assert len(tower) == 18
+        saved = tmp_path / "whole"
+        holdfast.save(state | tower, saved, job=ALONE)
+    export(saved, tmp_path / "out", like=folder, job=ALONE)
+    after = weights(tmp_path / "out")
     assert before.keys() == after.keys()
     assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
+
+
+@BRIDGE
+def test_falcon_is_filled_under_tensor_parallelism_and_its_save_is_refused(
+    published: Folders, tmp_path: Path
+) -> None:
+    """Megatron-Bridge's model says of each norm that every tensor-parallel rank writes it."""
+    folder = str(published["falcon_h1 norm"])
+    with ProcessWorld(4, preload="mixers") as world:
+        for many, differ, otherwise in world.run(jobs.convert, folder, Layout(tp=2, pp=2), "", timeout=200):
+            assert many > 15
+            assert differ == []
+            assert otherwise == []
+    with ProcessWorld(2, preload="mixers") as world:
+        words = r"'decoder.final_norm.weight' of shape \[32\] is covered twice"
+        with pytest.raises(CoverageError, match=words):
+            world.run(jobs.convert, folder, Layout(tp=2), str(tmp_path / "saved"), timeout=200)
