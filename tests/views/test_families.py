@@ -28,7 +28,7 @@ MAMBA = {"mamba_num_heads": 3, "mamba_head_dim": 2, "n_groups": 2, "ssm_state_si
 PARTS = ("delta_query", "delta_key", "delta_value", "delta_gate")
 PARTS += ("delta_beta", "delta_alpha", "stacked_query", "stacked_key", "stacked_value")
 PARTS += ("mamba_gate", "mamba_input", "mamba_b", "mamba_c", "mamba_step", "conv_input", "conv_b", "conv_c")
-PARTS += ("first_of_three", "second_of_three", "third_of_three")
+PARTS += ("first_of_three", "second_of_three", "third_of_three", "first_row", "second_row")
 """Ways that take a part of a published tensor; other names of ours are made of the rest."""
 
 
@@ -49,6 +49,11 @@ def rows_of_parts(sizes: Sizes) -> dict[str, int]:
     }
 
 
+def _beside(name: str) -> str:
+    """What is alike in the names of parts of one published tensor."""
+    return name.replace("vision_moe", "text_moe") if "_moe" in name else name.rpartition(".")[0]
+
+
 def of_the_rest(view: View, name: str, shape: tuple[int, ...]) -> list[Segment]:
     """Segments of the other names that are made of the same published tensor, if `name` is of a part."""
     found = view.family.find(name)
@@ -58,7 +63,7 @@ def of_the_rest(view: View, name: str, shape: tuple[int, ...]) -> list[Segment]:
     for other in view.family.entries if entry.rule.way in PARTS else ():
         same = view.family.find(other)
         assert same is not None
-        siblings = other.rpartition(".")[0] == name.rpartition(".")[0] and other != name
+        siblings = _beside(other) == _beside(name) and other != name
         if siblings and same[0].rule.names == entry.rule.names:
             rows = rows_of_parts(view.sizes).get(same[0].rule.way, shape[len(axes)])
             its = (*shape[: len(axes)], rows, *shape[len(axes) + 1 :])

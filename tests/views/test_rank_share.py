@@ -75,6 +75,8 @@ def specs_of(view: View) -> dict[str, TensorSpec]:
                     shape = (4, *shape)
                 if entry.rule.way == "one_row":
                     shape = (1, *shape)
+                if entry.rule.way in ("first_row", "second_row"):
+                    shape = (2, *shape)
                 for name in view.rule(entry, {"layer": layer, "expert": expert})[1]:
                     if ".k_proj." in name or ".v_proj." in name:
                         shape = (8, *shape[1:])

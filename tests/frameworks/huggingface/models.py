@@ -164,6 +164,7 @@ VISION = {
         "position_embedding_size": 16,
         "use_clipped_linears": True,
     },
+    "Ernie4_5_VLMoeConfig": {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "depth": 1},
     "Exaone4_5_Config": {**_EYES, "fullatt_block_indexes": [0], "num_key_value_heads": 1},
     "LlavaConfig": _SIGLIP,
     "LlavaNextConfig": _SIGLIP,

@@ -143,6 +143,20 @@ CONVERTED = {
             "moe_layer_interval": 1,
         },
     ),
+    "ernie4_5_vl_moe": Tiny(
+        "Ernie4_5_VLMoeConfig",
+        {
+            "tie_word_embeddings": True,
+            "vocab_size": 128,
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_intermediate_size": [16, 8],
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+        },
+        text="ernie4_5_vl_moe_text",
+    ),
     "nemotron_h": Tiny(
         "NemotronHConfig",
         {
@@ -209,7 +223,7 @@ def alone() -> Iterator[ProcessWorld]:
         yield world
 
 
-OWN_MODELS = ("gemma4", "exaone4_5", "falcon_h1")
+OWN_MODELS = ("gemma4", "ernie4_5_vl", "exaone4_5", "falcon_h1")
 """Beginnings of types of which Megatron-Bridge converts the whole model: test_gemma4.py, test_hub_models.py."""
 
 

@@ -23,6 +23,8 @@ from holdfast.errors import BadInput, ShapeMismatch
 OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Published names of the output layer and of the embedding, in a model that no other one contains."""
 _ANY_HOLE = re.compile(r"\{\w+\}")
+_BEHIND = (("after", "num_hidden_layers", "layer"), ("expert_after", "num_experts", "expert"))
+"""Placeholders for numbers behind all others: the size, and the placeholder that counts from there on."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -198,8 +200,11 @@ class View:
 
     def possible(self, entry: TableEntry) -> list[str]:
         """List the possible published names of an entry in any model, with `{layer}` and `{expert}`."""
+        return [self._place(entry.prefix + name) for name in self._sources(entry)]
+
+    def _sources(self, entry: TableEntry) -> tuple[str, ...]:
         rule, other = entry.rule, entry.rule.otherwise
-        return [self._place(entry.prefix + name) for name in (*rule.names, *(other.names if other else ()))]
+        return (*rule.names, *(other.names if other else ()))
 
     def _place(self, name: str) -> str:
         return _replaced(name, self._inside)
@@ -209,12 +214,16 @@ class View:
 
         numbers: the layer and the expert.
         """
-        after = self.sizes["num_hidden_layers"] + numbers.get("layer", 0) if "{after}" in entry.prefix else 0
+        behind = {
+            hole: self.sizes[count] + numbers.get(of, 0)
+            for hole, count, of in _BEHIND
+            if any(f"{{{hole}}}" in entry.prefix + name for name in self._sources(entry))
+        }
 
         def published(name: str) -> str:
             if entry.is_unchanged:
                 return name
-            return self._place((entry.prefix + name).format(**numbers, after=after))
+            return self._place((entry.prefix + name).format(**numbers, **behind))
 
         rule, other = entry.rule, entry.rule.otherwise
         if (

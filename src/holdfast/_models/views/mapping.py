@@ -155,6 +155,27 @@ def one_row(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     ]
 
 
+def turned(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """Published with inputs along rows."""
+    return [Segment(whole(shape), names[0], (0, 0), (1, 0), (shape[1], shape[0]))]
+
+
+def first_row(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """The first of the two rows of a matrix."""
+    return _row(names[0], shape, 0)
+
+
+def second_row(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """The second of the two rows of a matrix."""
+    return _row(names[0], shape, 1)
+
+
+def _row(name: str, shape: Dims, which: int) -> list[Segment]:
+    """Ours has one axis, or a first one of one row."""
+    axes = (0, 1)[-len(shape) :]
+    return [Segment(whole(shape), name, (which, 0), axes, (2, shape[-1]))]
+
+
 def _third(names: Sequence[str], shape: Dims, which: int) -> list[Segment]:
     return [some_rows(names[0], shape, (0, shape[0]), which * shape[0], 3 * shape[0])]
 
@@ -201,10 +222,12 @@ def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
     if way in ("concat", "grouped", "grouped_sized", "grouped_tied", "gated"):
         return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
     # With too few axes, the result has too few as well, and `View.segments` refuses it.
-    if way in ("of_experts", "of_experts_joined", "one_row"):
+    if way in ("of_experts", "of_experts_joined", "one_row", "first_row", "second_row"):
         return first[1:]
     if way in ("of_experts_turned", "of_experts_joined_turned"):
         return (*first[2:], *first[1:2])
+    if way == "turned":
+        return first[::-1]
     if way.endswith("_of_three"):
         return (first[0] // 3 if first else 0, *first[1:])
     if way == "of_experts_mixed":
@@ -311,6 +334,6 @@ def _of_heads(way: str) -> Way:
 _PLAIN = (
     *(same, joined, concat, grouped, grouped_sized, grouped_tied, grouped_joined, gated, padded, lowered),
     *(of_experts, of_experts_joined, of_experts_turned, of_experts_joined_turned, of_experts_mixed, one_row),
-    *(first_of_three, second_of_three, third_of_three),
+    *(turned, first_row, second_row, first_of_three, second_of_three, third_of_three),
 )
 WAYS: dict[str, Way] = {way.__name__: way for way in _PLAIN} | {name: _of_heads(name) for name in _HEADS}

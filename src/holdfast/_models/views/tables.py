@@ -33,7 +33,9 @@ LINKS = ("published", "within")
 _FOLDER = files("holdfast._models.views") / "families"
 _HOLES = re.compile(r"\{(\w*)\}")
 _OURS = {"layer", "expert"}
-"""Placeholders of our names; published ones also have {after}, the number of a layer behind all others."""
+"""Placeholders of our names."""
+_BEHIND = {"after": "layer", "expert_after": "expert"}
+"""Further placeholders of published names: the number of a layer or an expert that is behind all others."""
 
 Sections = dict[str, dict[str, str]]
 
@@ -293,8 +295,7 @@ class _TableReader:
         for one in alternatives:
             for name in one.names:
                 theirs = set(_HOLES.findall(prefix + name))
-                if "after" in theirs:
-                    theirs = theirs - {"after"} | {"layer"}
+                theirs = {_BEHIND.get(hole, hole) for hole in theirs}
                 if not theirs <= mine:
                     raise BadInput(
                         f"{where}: {name!r} has {_braced(theirs - mine)}, and our name has not.",
