@@ -129,6 +129,7 @@ def test_folders_and_packages_bring_some_and_the_command_lists_them(
         (PLAIN + '["x.*"]\npublished = "model."\n', r"line 5: 'model.' does not end with \*"),
         ('inside = { "a" = "b" }\n' + PLAIN, r"line 1: 'inside' is no list.*Write inside = \["),
         (PLAIN + LAYERS + '"mlp.x" = "a or if flag"\n', r"line 5, 'mlp.x': '' is no entry of a table"),
+        ("language_model = 1\n" + PLAIN, r"line 1: 'language_model' is no text"),
         ("layer_types = 1\n" + PLAIN, r"line 1: 'layer_types' is no table of texts"),
         ("unchanged = 1\n" + PLAIN, r"line 1: 'unchanged' is no table of texts"),
     ],
@@ -220,6 +221,22 @@ def test_a_language_model_inside_of_another_is_found_by_its_prefixes(
         for layer, part in zip(layers, "qkv" * 2, strict=True)
     ]
     assert not view.knows("vision_model.patch.weight")
+
+
+@pytest.mark.parametrize(
+    ("said", "family"), [(None, "qwen3"), ("no table has this", "qwen3"), ("llama", "llama")]
+)
+def test_the_type_of_a_language_model_that_its_configuration_does_not_name(
+    said: str | None, family: str, tmp_path: Path
+) -> None:
+    register(
+        written(tmp_path, 'model_types = ["wrapper"]\ncontains = "llm_config"\nlanguage_model = "qwen3"\n')
+    )
+    inner = {"num_hidden_layers": 2, **({"model_type": said} if said else {})}
+    config = {"model_type": "wrapper", "llm_config": inner}
+    assert view_of(config, "config.json").family.name == family
+    assert view_of(config, "config.json", inner=False).family.name == family
+    assert inner.get("model_type") == said
 
 
 def test_parts_that_have_no_other_form_stay_as_they_are(tmp_path: Path) -> None:

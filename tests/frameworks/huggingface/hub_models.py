@@ -22,10 +22,11 @@ class HubModel:
     config: dict[str, Any]
     shapes: Callable[[], Shapes]
 
+    text: str = ""
+    """Of a model that contains a language model: the type of that, which the publisher does not say."""
+
     def types(self) -> set[str]:
-        """The type, and that of the language model inside."""
-        parts = (self.config, self.config.get("text_config", self.config))
-        return {str(part["model_type"]) for part in parts}
+        return {str(self.config["model_type"])} | ({self.text} if self.text else set())
 
 
 def gated(
@@ -179,7 +180,6 @@ MINIMAX = {
     "tie_word_embeddings": False,
     "text_config": {
         **COMMON,
-        "model_type": "minimax_m3_vl_text",
         "head_dim": 8,
         "rms_norm_eps": 1e-6,
         "intermediate_size": 16,
@@ -212,7 +212,7 @@ MINIMAX = {
 }
 HUB = {
     "mimo_v2_flash": HubModel(MIMO, mimo_v2_flash),
-    "minimax_m3_vl": HubModel(MINIMAX, minimax_m3_vl),
+    "minimax_m3_vl": HubModel(MINIMAX, minimax_m3_vl, "minimax_m3_vl_text"),
 }
 
 

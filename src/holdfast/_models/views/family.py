@@ -323,8 +323,11 @@ def as_published(config: Mapping[str, object], where: str, has: Callable[[str], 
 
 def language_model(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the configuration of the language model; in a multimodal model, of the inner language model."""
-    table = tables.by_model_type().get(str(config.get("model_type")))
+    known = tables.by_model_type()
+    table = known.get(str(config.get("model_type")))
     text = config.get(table.contains if table is not None and table.contains else "text_config")
+    if table is not None and table.language_model and isinstance(text, dict):
+        text = text if text.get("model_type") in known else {**text, "model_type": table.language_model}
     is_language_model = table is not None and not table.contains
     return language_model(text) if isinstance(text, dict) and not is_language_model else config
 

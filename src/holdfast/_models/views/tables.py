@@ -69,6 +69,8 @@ class Table(NamedTuple):
     """Published tensors of which nothing of ours is made, such as copies of others; with {after}."""
     layer_types: Mapping[str, str] = MappingProxyType({})
     """Beginnings of our names, with {layer}, of tensors that only layers of one type have, and that type."""
+    language_model: str = ""
+    """The type of the language model inside, if its configuration names none that has a table."""
 
 
 class _Place(NamedTuple):
@@ -364,6 +366,7 @@ _LINKS: dict[str, Callable[[_TableReader, str, object], object]] = {
     "further": _TableReader._texts,
     "unused": _TableReader._texts,
     "layer_types": _TableReader._pairs,
+    "language_model": _TableReader._text,
 }
 """Keys of a table besides _TOP and its sections, and what reads their values: fields of `Table`."""
 
