@@ -1,4 +1,4 @@
-"""What ranks do with Megatron-Bridge's own models of types that the installed transformers does not have; importable by
+"""What ranks do with Megatron-Bridge's own models, also of types that the installed transformers does not have; importable by
 spawned processes."""
 
 from __future__ import annotations
