@@ -16,7 +16,7 @@ from holdfast._core.layout.box import whole
 from holdfast._models.views import family, tables
 from holdfast._models.views.family import view_of
 from holdfast._tools.cli import cli
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, ShapeMismatch
 from holdfast.huggingface import families, mapping_of, register
 
 PLAIN = 'about = "Ours"\nmodel_types = ["ours"]\nextends = "decoder"\n'
@@ -237,6 +237,32 @@ def test_the_type_of_a_language_model_that_its_configuration_does_not_name(
     assert view_of(config, "config.json").family.name == family
     assert view_of(config, "config.json", inner=False).family.name == family
     assert inner.get("model_type") == said
+
+
+def test_a_part_beside_the_language_model_has_sizes_of_its_own(tmp_path: Path) -> None:
+    text = 'model_types = ["wrapper"]\ncontains = "text_config"\n["tower.layers.{layer}.*"]\nsizes = "eyes"\n'
+    text += 'published = "model.eyes.{layer}.*"\n"qkv.weight" = "grouped(q.weight, k.weight, v.weight)"\n'
+    register(written(tmp_path, text))
+    inner = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    eyes = {"depth": 3, "num_heads": 2, "num_key_value_heads": 1}
+    has = {"model.language_model.embed_tokens.weight"}.__contains__
+    view = view_of({"model_type": "wrapper", "text_config": inner, "eyes": eyes}, "config.json", has)
+    found = list(view.segments("tower.layers.qkv.weight", (3, 8, 4), whole((3, 8, 4))))
+    names = [f"model.eyes.{layer}.{part}.weight" for layer in range(3) for part in "qkv"]
+    assert [segment.name for segment in found] == names
+    assert [segment.box.shape[1] for segment in found] == [4, 2, 2] * 3
+    assert view.names("model.eyes.1.k.weight")
+    assert not view.names("model.eyes.1.o.weight")
+    with pytest.raises(ShapeMismatch, match="has 2 layers, and the published model 3"):
+        list(view.segments("tower.layers.qkv.weight", (2, 8, 4), whole((2, 8, 4))))
+    without = view_of({"model_type": "wrapper", "text_config": inner}, "config.json", has)
+    with pytest.raises(BadInput, match="does not say num_attention_heads"):
+        list(without.segments("tower.layers.qkv.weight", (3, 8, 4), whole((3, 8, 4))))
 
 
 def test_parts_that_have_no_other_form_stay_as_they_are(tmp_path: Path) -> None:

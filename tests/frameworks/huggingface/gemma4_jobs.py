@@ -13,12 +13,8 @@ from tests.frameworks.huggingface.models import COMMON, weights
 from tests.frameworks.megatron.models import Layout
 
 
-def convert(
-    rank: int, folder: str, layout: Layout, saved: str, part: str = ""
-) -> tuple[int, list[str], list[str]]:
+def convert(rank: int, folder: str, layout: Layout, saved: str) -> tuple[int, list[str], list[str]]:
     """Fill a model by Megatron-Bridge, then by Holdfast, and save that, if `saved` is not "".
-
-    part: what the names of the part begin with that Holdfast fills and saves.
 
     Returns the number of weights on this rank, those that the two load differently, and the published tensors
     that Megatron-Bridge exports otherwise than they were.
@@ -28,24 +24,19 @@ def convert(
 
     [chunk] = model.chunks
     model.load(folder)
-    expected, there = _of_part(model.weights(), f"0.{part}"), weights(Path(folder))
+    expected, there = model.weights(), weights(Path(folder))
     exported = dict(model.bridge.export_hf_weights(model.chunks, cpu=True, show_progress=False))
     otherwise = sorted(exported.keys() ^ there.keys())
     otherwise += [name for name in exported if name in there and not torch.equal(exported[name], there[name])]
     for value in chunk.state_dict().values():  # with buffers
         if torch.is_tensor(value) and value.is_floating_point():
             value.fill_(WRONG)
-    state = _of_part(chunk.sharded_state_dict(), part)
-    chunk.load_state_dict(megatron.load(state, folder, job=JOB), strict=False)
+    chunk.load_state_dict(megatron.load(chunk.sharded_state_dict(), folder, job=JOB), strict=False)
     found = model.weights()
     if saved:
-        megatron.save(_of_part(chunk.sharded_state_dict(), part), saved, job=JOB)
+        megatron.save(chunk.sharded_state_dict(), saved, job=JOB)
     differ = [name for name, value in expected.items() if not torch.equal(value, found[name])]
     return len(expected), differ, otherwise
-
-
-def _of_part(named: dict[str, Any], part: str) -> dict[str, Any]:
-    return {name: value for name, value in named.items() if name.startswith(part)}
 
 
 def used_rows(rank: int, folder: str, layer: int, rows: list[slice]) -> list[bool]:

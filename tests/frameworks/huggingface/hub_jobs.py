@@ -15,9 +15,7 @@ from tests.frameworks.huggingface.framework_jobs import prepare
 from tests.frameworks.megatron.models import Layout
 
 
-def convert(
-    rank: int, folder: str, layout: Layout, saved: str, part: str = ""
-) -> tuple[int, list[str], list[str]]:
+def convert(rank: int, folder: str, layout: Layout, saved: str) -> tuple[int, list[str], list[str]]:
     """As `gemma4_jobs.convert`, with a configuration class for the type, as code beside the model would bring one."""
     prepare(dist.get_world_size(), layout)
     register(json.loads(Path(folder, "config.json").read_text())["model_type"])
@@ -28,7 +26,7 @@ def convert(
     # What moves tokens between ranks has no weights, and one of the kinds needs a GPU.
     experts: Any = import_module("megatron.core.transformer.moe.moe_layer")
     experts.MoEFlexTokenDispatcher = experts.MoEAlltoAllTokenDispatcher
-    return gemma4_jobs.convert(rank, folder, layout, saved, part)
+    return gemma4_jobs.convert(rank, folder, layout, saved)
 
 
 def register(kind: str) -> None:

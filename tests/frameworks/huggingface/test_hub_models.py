@@ -125,11 +125,16 @@ def test_the_module_of_a_newer_transformers_is_filled(name: str, published: Fold
     assert [key for key, value in stock.state_dict().items() if not torch.equal(value, state[key])] == []
 
 
-def test_towers_of_exaone_have_published_names_only(published: Folders) -> None:
-    """Those of Megatron-Bridge's tower are refused."""
-    name = "vision_model.decoder.layers.self_attention.linear_qkv.weight"
-    with pytest.raises(MissingTensors, match=rf"does not hold 1 of the names in the state: '{name}'"):
-        holdfast.load({name: torch.zeros(1, 64, 32)}, published["exaone4_5"], job=ALONE)
+def test_the_tower_of_exaone_has_its_own_sizes(published: Folders) -> None:
+    """Layers and heads are those of its vision_config."""
+    qkv, folder = "vision_model.decoder.layers.self_attention.linear_qkv.weight", published["exaone4_5"]
+    state = {qkv: torch.zeros(2, 96, 32)}
+    holdfast.load(state, folder, job=ALONE)
+    there = weights(folder)["model.visual.blocks.1.attn.qkv.weight"]
+    heads = [there[part * 32 + head * 8 :][:8] for head in range(4) for part in range(3)]
+    assert torch.equal(state[qkv][1], torch.cat(heads))
+    with pytest.raises(ShapeMismatch, match="has 4 layers, and the published model 2"):
+        holdfast.load({qkv: torch.zeros(4, 96, 32)}, folder, job=ALONE)
 
 
 def test_a_model_of_other_heads_and_a_folder_without_sinks_are_refused(
@@ -176,6 +181,7 @@ BRIDGE = pytest.mark.skipif(bool(lacks_bridge()), reason=lacks_bridge())
         ("ernie4_5_vl_moe", Layout(ep=2), 2),
         ("ernie4_5_vl_moe", Layout(), 1),
         ("exaone4_5 further", Layout(tp=2, pp=2), 4),
+        ("exaone4_5", Layout(tp=2), 2),
         ("exaone4_5", Layout(), 1),
         ("falcon_h1", Layout(pp=2), 2),
         ("falcon_h1 norm", Layout(), 1),
@@ -184,24 +190,15 @@ BRIDGE = pytest.mark.skipif(bool(lacks_bridge()), reason=lacks_bridge())
 def test_megatron_bridges_own_model_is_filled_as_by_itself_and_comes_back(
     name: str, layout: Layout, ranks: int, published: Folders, tmp_path: Path
 ) -> None:
-    """Of EXAONE 4.5, its language model: in the checkpoint, the tower is as it is published."""
-    folder, part = published[name], "language_model." if name.startswith("exaone") else ""
+    folder = published[name]
     with ProcessWorld(ranks, preload="mixers" if name.startswith("falcon") else "bridges") as world:
-        found = world.run(jobs.convert, str(folder), layout, str(tmp_path / "saved"), part, timeout=200)
+        found = world.run(jobs.convert, str(folder), layout, str(tmp_path / "saved"), timeout=200)
     for many, differ, otherwise in found:
         assert many > 15
         assert differ == []
         assert otherwise == []
-    before, saved = weights(folder), tmp_path / "saved"
-    if part:
-        with holdfast.open(saved) as checkpoint:
-            state = {key: value for key, value in checkpoint.read().items() if "_extra_state" not in key}
-        tower = {key: value for key, value in before.items() if key.startswith("model.visual.")}
-        assert len(tower) == 18
-        saved = tmp_path / "whole"
-        holdfast.save(state | tower, saved, job=ALONE)
-    export(saved, tmp_path / "out", like=folder, job=ALONE)
-    after = weights(tmp_path / "out")
+    export(tmp_path / "saved", tmp_path / "out", like=folder, job=ALONE)
+    before, after = weights(folder), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
 

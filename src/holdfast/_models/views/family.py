@@ -50,7 +50,8 @@ class View:
 
     sizes: numbers of its configuration. is_tied: does its output layer share the embedding?
     outer: the table of the model that contains this one; None: there is none, or it has no table.
-    config: the configuration of the language model, for values that are no numbers.
+    config: the configuration of the language model, for values that are no numbers. whole: that of the model
+        around it.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class View:
         tensors: Tensors = _UNKNOWN,
         outer: tables.Table | None = None,
         config: Mapping[str, object] = MappingProxyType({}),
+        whole: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self._has, named, self._shape = tensors
         self.family, self.sizes, self._config = family, Numbers(sizes), config
-        self.is_tied, self.outer = is_tied, outer
+        self.is_tied, self.outer, self._whole = is_tied, outer, whole
+        self._parts = Family(outer) if outer is not None else None
         inner = family.table
         self._outside = (outer and outer.outside) or inner.outside
         self._unchanged = (outer or inner).unchanged
@@ -75,7 +78,7 @@ class View:
     def find(self, name: str) -> Found | None:
         """Return the entry of one of our names (`Family.find`), also if the model is part of another one."""
         inner = _replaced(name, self._outside)
-        found = self.family.find(inner)
+        found = self.family.find(inner) or (self._parts and self._parts.find(name))
         if found is None:
             is_part = name.startswith(tuple(self._unchanged))
             published = _replaced(name, self._unchanged) if is_part else self._place(inner)
@@ -124,7 +127,7 @@ class View:
 
     @cached_property
     def _possible(self) -> frozenset[str]:
-        entries = self.family.entries.values()
+        entries = [*self.family.entries.values(), *(self._parts.entries.values() if self._parts else ())]
         return frozenset(_ANY_HOLE.sub("#", name) for entry in entries for name in self.possible(entry))
 
     @cached_property
@@ -148,7 +151,7 @@ class View:
         if not tail and not entry.is_unchanged:  # a part of the model that has no table may hold numbers
             raise BadInput(f"{name!r} has shape {list(shape)}, which has too few axes for what it is.")
         for axis, many in zip(axes, lead, strict=True):
-            self._check_number(name, axis, many, layers)
+            self._check_number(name, entry, axis, many, layers)
         ahead = [range(low, stop) for low, stop in zip(box.offset, box.stop, strict=True)][: len(axes)]
         for place in product(*ahead):
             these = {**numbers, **dict(zip(axes, place, strict=True))}
@@ -185,10 +188,14 @@ class View:
             )
         return layers
 
-    def _check_number(self, name: str, axis: str, count: int, layers: Sequence[int] | None) -> None:
+    def _check_number(
+        self, name: str, entry: TableEntry, axis: str, count: int, layers: Sequence[int] | None
+    ) -> None:
         """Raise ShapeMismatch if the number of layers or experts differs from the published model: with
         fewer, some would silently be left out. layers: those that have such a tensor; None: all."""
-        published = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], count)
+        published = self._sizes(entry).get(
+            {"layer": "num_hidden_layers", "expert": "num_experts"}[axis], count
+        )
         if layers is not None and axis == "layer":
             published = len(layers)
         if published != count and not _replaced(name, self._outside).startswith(self._further):
@@ -200,7 +207,10 @@ class View:
 
     def possible(self, entry: TableEntry) -> list[str]:
         """List the possible published names of an entry in any model, with `{layer}` and `{expert}`."""
-        return [self._place(entry.prefix + name) for name in self._sources(entry)]
+        return [
+            entry.prefix + name if entry.part else self._place(entry.prefix + name)
+            for name in self._sources(entry)
+        ]
 
     def _sources(self, entry: TableEntry) -> tuple[str, ...]:
         rule, other = entry.rule, entry.rule.otherwise
@@ -223,7 +233,8 @@ class View:
         def published(name: str) -> str:
             if entry.is_unchanged:
                 return name
-            return self._place((entry.prefix + name).format(**numbers, **behind))
+            name = (entry.prefix + name).format(**numbers, **behind)
+            return name if entry.part else self._place(name)
 
         rule, other = entry.rule, entry.rule.otherwise
         if (
@@ -236,13 +247,20 @@ class View:
 
     def _of_one(self, entry: TableEntry, numbers: dict[str, int], shape: Dims) -> list[Segment]:
         rule, names = self.rule(entry, numbers)
-        sizes = Numbers({**self.sizes, **numbers})
+        sizes = Numbers({**self._sizes(entry), **numbers})
         segments = WAYS[rule.way](names, shape, sizes)
         if rule.layout is not None and self._shape is not None:
             stored = self._shape(names[0])
             if stored is not None and stored != segments[0].published:
                 return WAYS[rule.layout.way](names, shape, sizes)
         return segments
+
+    def _sizes(self, entry: TableEntry) -> Sizes:
+        """Return the numbers of the part of the model that an entry is of."""
+        if not entry.part:
+            return self.sizes
+        part = self._whole.get(entry.part)
+        return Numbers(sizes_of(part if isinstance(part, dict) else {}, entry.part))
 
     def _has_other(self, name: str, other: str, rule: Rule) -> bool:
         """Return whether the alternative rule applies. name, other: the first names of the two rules."""
@@ -306,14 +324,14 @@ def view_of(
     """
     tied, outer = is_tied(config), tables.by_model_type().get(str(config.get("model_type")))
     outer = outer if outer is not None and outer.contains else None
-    config = language_model(config) if inner or outer else config
+    whole, config = config, language_model(config) if inner or outer else config
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise BadInput(
             f"{where} does not say which model_type it is of.", hint="Give the folder of a published model."
         )
     tensors = Tensors(has, named, shape)
-    return View(family_of(kind), sizes_of(config, where), tied, tensors, outer, config)
+    return View(family_of(kind), sizes_of(config, where), tied, tensors, outer, config, whole)
 
 
 def as_published(config: Mapping[str, object], where: str, has: Callable[[str], bool]) -> View:

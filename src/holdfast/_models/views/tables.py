@@ -28,7 +28,7 @@ GROUP = "holdfast.models"
 """The group of entry points whose modules hold tables."""
 PACKAGE = "holdfast"
 """The source of the package's own tables."""
-LINKS = ("published", "within")
+LINKS = ("published", "within", "sizes")
 """Keys of a section that are not entries."""
 _FOLDER = files("holdfast._models.views") / "families"
 _HOLES = re.compile(r"\{(\w*)\}")
