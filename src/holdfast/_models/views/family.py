@@ -78,7 +78,7 @@ class View:
     def find(self, name: str) -> Found | None:
         """Return the entry of one of our names (`Family.find`), also if the model is part of another one."""
         inner = _replaced(name, self._outside)
-        found = self.family.find(inner) or (self._parts and self._parts.find(name))
+        found = self.family.find(inner) or (self._parts.find(name) if self._parts is not None else None)
         if found is None:
             is_part = name.startswith(tuple(self._unchanged))
             published = _replaced(name, self._unchanged) if is_part else self._place(inner)
