@@ -10,6 +10,7 @@ import pytest
 from holdfast._models.views.mapping import WAYS
 from holdfast.huggingface import families
 from tests.docs.pages import table, text
+from tests.frameworks.huggingface.hub_models import HUB
 from tests.frameworks.huggingface.models import TINY, Tiny
 from tests.frameworks.huggingface.test_converters import CONVERTED
 from tests.frameworks.huggingface.test_modules import FILLED
@@ -32,7 +33,8 @@ def verified() -> dict[str, str]:
     how |= dict.fromkeys({tiny.kind for tiny in CONVERTED.values() if tiny.kind}, "converter")
     how |= dict.fromkeys({kind for tiny in FILLED.values() for kind in types(tiny)}, "module")
     how |= dict.fromkeys({kind for tiny in TINY.values() for kind in types(tiny)}, "logits, back, module")
-    alike = {"kimi_k2": "as deepseek_v3", "deepseek_v32": "as glm_moe_dsa"}
+    how |= dict.fromkeys({kind for model in HUB.values() for kind in model.types()}, "converter")
+    alike = {"kimi_k2": "as deepseek_v3", "deepseek_v32": "as glm_moe_dsa", "exaone4_5_text": "as exaone4"}
     return {**how, **alike, "gpt_oss": "experts", "qwen3_omni_moe": "thinker"}
 
 

@@ -101,8 +101,17 @@ class RMSNorm(torch.nn.Module):
 
 
 class DotProductAttention(torch.nn.Module):
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(
+        self,
+        num_attention_heads: int = 0,
+        *args: Any,
+        softmax_type: str = "vanilla",
+        tp_size: int = 1,
+        **named: Any,
+    ) -> None:
         super().__init__()
+        if softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(num_attention_heads // tp_size))
 
 
 LAYERS = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, DotProductAttention)

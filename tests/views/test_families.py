@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from holdfast._core.layout.box import Box, whole
 from holdfast._models.views.family import Tensors, View, families, view_of
-from holdfast._models.views.mapping import WAYS, Segment, Sizes
+from holdfast._models.views.mapping import WAYS
+from holdfast._models.views.segments import Segment, Sizes
 from holdfast.errors import BadInput, ShapeMismatch
 from holdfast.huggingface import mapping_of
 from tests.support.boxes import tiles
@@ -27,7 +28,7 @@ MAMBA = {"mamba_num_heads": 3, "mamba_head_dim": 2, "n_groups": 2, "ssm_state_si
 PARTS = ("delta_query", "delta_key", "delta_value", "delta_gate")
 PARTS += ("delta_beta", "delta_alpha", "stacked_query", "stacked_key", "stacked_value")
 PARTS += ("mamba_gate", "mamba_input", "mamba_b", "mamba_c", "mamba_step", "conv_input", "conv_b", "conv_c")
-PARTS += ("first_of_three", "second_of_three", "third_of_three")
+PARTS += ("first_of_three", "second_of_three", "third_of_three", "first_row", "second_row")
 """Ways that take a part of a published tensor; other names of ours are made of the rest."""
 
 
@@ -48,6 +49,11 @@ def rows_of_parts(sizes: Sizes) -> dict[str, int]:
     }
 
 
+def _beside(name: str) -> str:
+    """What is alike in the names of parts of one published tensor."""
+    return name.replace("vision_moe", "text_moe") if "_moe" in name else name.rpartition(".")[0]
+
+
 def of_the_rest(view: View, name: str, shape: tuple[int, ...]) -> list[Segment]:
     """Segments of the other names that are made of the same published tensor, if `name` is of a part."""
     found = view.family.find(name)
@@ -57,7 +63,7 @@ def of_the_rest(view: View, name: str, shape: tuple[int, ...]) -> list[Segment]:
     for other in view.family.entries if entry.rule.way in PARTS else ():
         same = view.family.find(other)
         assert same is not None
-        siblings = other.rpartition(".")[0] == name.rpartition(".")[0] and other != name
+        siblings = _beside(other) == _beside(name) and other != name
         if siblings and same[0].rule.names == entry.rule.names:
             rows = rows_of_parts(view.sizes).get(same[0].rule.way, shape[len(axes)])
             its = (*shape[: len(axes)], rows, *shape[len(axes) + 1 :])
@@ -75,6 +81,8 @@ def models(draw: st.DrawFn) -> tuple[View, str, tuple[int, ...]]:
     global_groups = draw(st.sampled_from([some for some in (1, 2, 3) if groups * heads % some == 0]))
     sizes = {
         "num_global_key_value_heads": global_groups,
+        "head_dim": head,
+        "v_head_dim": value,
         "linear_num_key_heads": keys,
         "linear_num_value_heads": keys * values,
         "linear_key_head_dim": key,
@@ -94,6 +102,7 @@ def models(draw: st.DrawFn) -> tuple[View, str, tuple[int, ...]]:
     entry, _, axes = found
     rows = {
         "grouped": groups * (heads + 2) * head,
+        "grouped_sized": groups * (heads * head + head + value),
         "grouped_tied": (groups * heads + 2 * global_groups) * head,
         "grouped_joined": groups * (heads + 2) * head,
         "gated": groups * (2 * heads + 2) * head,

@@ -26,6 +26,8 @@ CONFIG = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 4,
+    "v_head_dim": 4,
     "n_routed_experts": 4,
     "vocab_size": 16,
     "tie_word_embeddings": False,
@@ -73,6 +75,8 @@ def specs_of(view: View) -> dict[str, TensorSpec]:
                     shape = (4, *shape)
                 if entry.rule.way == "one_row":
                     shape = (1, *shape)
+                if entry.rule.way in ("first_row", "second_row"):
+                    shape = (2, *shape)
                 for name in view.rule(entry, {"layer": layer, "expert": expert})[1]:
                     if ".k_proj." in name or ".v_proj." in name:
                         shape = (8, *shape[1:])

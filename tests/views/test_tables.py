@@ -16,7 +16,7 @@ from holdfast._core.layout.box import whole
 from holdfast._models.views import family, tables
 from holdfast._models.views.family import view_of
 from holdfast._tools.cli import cli
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, ShapeMismatch
 from holdfast.huggingface import families, mapping_of, register
 
 PLAIN = 'about = "Ours"\nmodel_types = ["ours"]\nextends = "decoder"\n'
@@ -129,6 +129,7 @@ def test_folders_and_packages_bring_some_and_the_command_lists_them(
         (PLAIN + '["x.*"]\npublished = "model."\n', r"line 5: 'model.' does not end with \*"),
         ('inside = { "a" = "b" }\n' + PLAIN, r"line 1: 'inside' is no list.*Write inside = \["),
         (PLAIN + LAYERS + '"mlp.x" = "a or if flag"\n', r"line 5, 'mlp.x': '' is no entry of a table"),
+        ("language_model = 1\n" + PLAIN, r"line 1: 'language_model' is no text"),
         ("layer_types = 1\n" + PLAIN, r"line 1: 'layer_types' is no table of texts"),
         ("unchanged = 1\n" + PLAIN, r"line 1: 'unchanged' is no table of texts"),
     ],
@@ -220,6 +221,48 @@ def test_a_language_model_inside_of_another_is_found_by_its_prefixes(
         for layer, part in zip(layers, "qkv" * 2, strict=True)
     ]
     assert not view.knows("vision_model.patch.weight")
+
+
+@pytest.mark.parametrize(
+    ("said", "family"), [(None, "qwen3"), ("no table has this", "qwen3"), ("llama", "llama")]
+)
+def test_the_type_of_a_language_model_that_its_configuration_does_not_name(
+    said: str | None, family: str, tmp_path: Path
+) -> None:
+    register(
+        written(tmp_path, 'model_types = ["wrapper"]\ncontains = "llm_config"\nlanguage_model = "qwen3"\n')
+    )
+    inner = {"num_hidden_layers": 2, **({"model_type": said} if said else {})}
+    config = {"model_type": "wrapper", "llm_config": inner}
+    assert view_of(config, "config.json").family.name == family
+    assert view_of(config, "config.json", inner=False).family.name == family
+    assert inner.get("model_type") == said
+
+
+def test_a_part_beside_the_language_model_has_sizes_of_its_own(tmp_path: Path) -> None:
+    text = 'model_types = ["wrapper"]\ncontains = "text_config"\n["tower.layers.{layer}.*"]\nsizes = "eyes"\n'
+    text += 'published = "model.eyes.{layer}.*"\n"qkv.weight" = "grouped(q.weight, k.weight, v.weight)"\n'
+    register(written(tmp_path, text))
+    inner = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    eyes = {"depth": 3, "num_heads": 2, "num_key_value_heads": 1}
+    has = {"model.language_model.embed_tokens.weight"}.__contains__
+    view = view_of({"model_type": "wrapper", "text_config": inner, "eyes": eyes}, "config.json", has)
+    found = list(view.segments("tower.layers.qkv.weight", (3, 8, 4), whole((3, 8, 4))))
+    names = [f"model.eyes.{layer}.{part}.weight" for layer in range(3) for part in "qkv"]
+    assert [segment.name for segment in found] == names
+    assert [segment.box.shape[1] for segment in found] == [4, 2, 2] * 3
+    assert view.names("model.eyes.1.k.weight")
+    assert not view.names("model.eyes.1.o.weight")
+    with pytest.raises(ShapeMismatch, match="has 2 layers, and the published model 3"):
+        list(view.segments("tower.layers.qkv.weight", (2, 8, 4), whole((2, 8, 4))))
+    without = view_of({"model_type": "wrapper", "text_config": inner}, "config.json", has)
+    with pytest.raises(BadInput, match="does not say num_attention_heads"):
+        list(without.segments("tower.layers.qkv.weight", (3, 8, 4), whole((3, 8, 4))))
 
 
 def test_parts_that_have_no_other_form_stay_as_they_are(tmp_path: Path) -> None:

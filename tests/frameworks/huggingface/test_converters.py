@@ -45,6 +45,16 @@ PER_LAYER = {
     "vocab_size_per_layer_input": 128,
 }
 """Gemma 4 E2B and E4B, without layers that share keys and values."""
+FALCON = {
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_norm_before_gate": False,
+}
 HUB_V4 = (
     (r"^model\.embed_tokens\.", "embed."),
     (r"^model\.norm\.", "norm."),
@@ -81,6 +91,7 @@ LING = (
 )
 CONVERTED = {
     "exaone4": Tiny("Exaone4Config", {"head_dim": 8, "tie_word_embeddings": True}),
+    "exaone4_5": Tiny("Exaone4_5_Config", {"head_dim": 8, "vocab_size": 128}, text="exaone4"),
     "deepseek_v4": Tiny(
         "DeepseekV4Config",
         {
@@ -132,6 +143,20 @@ CONVERTED = {
             "moe_layer_interval": 1,
         },
     ),
+    "ernie4_5_vl_moe": Tiny(
+        "Ernie4_5_VLMoeConfig",
+        {
+            "tie_word_embeddings": True,
+            "vocab_size": 128,
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_intermediate_size": [16, 8],
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+        },
+        text="ernie4_5_vl_moe_text",
+    ),
     "nemotron_h": Tiny(
         "NemotronHConfig",
         {
@@ -147,6 +172,8 @@ CONVERTED = {
             "layers_block_type": ["mamba", "moe", "attention", "mlp"],
         },
     ),
+    "falcon_h1": Tiny("FalconH1Config", FALCON),
+    "falcon_h1 norm": Tiny("FalconH1Config", {**FALCON, "mamba_rms_norm": True}),
     "glm_moe_dsa": Tiny(
         "GlmMoeDsaConfig",
         {
@@ -196,8 +223,11 @@ def alone() -> Iterator[ProcessWorld]:
         yield world
 
 
-# Gemma 4's layers differ: test_gemma4.py has Megatron-Bridge convert the whole model.
-@pytest.mark.parametrize("name", [name for name in CONVERTED if not name.startswith("gemma4")])
+OWN_MODELS = ("gemma4", "ernie4_5_vl", "exaone4_5", "falcon_h1")
+"""Beginnings of types of which Megatron-Bridge converts the whole model: test_gemma4.py, test_hub_models.py."""
+
+
+@pytest.mark.parametrize("name", [name for name in CONVERTED if not name.startswith(OWN_MODELS)])
 def test_every_tensor_is_that_of_megatron_bridges_converter(
     name: str, published: dict[str, Path], alone: ProcessWorld
 ) -> None:

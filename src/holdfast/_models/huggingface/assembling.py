@@ -17,8 +17,8 @@ from holdfast._core.state.memory import ShiftedMemory, TensorMemory, torch_dtype
 from holdfast._core.store.base import Store
 from holdfast._models.huggingface.published_tensors import PublishedTensor
 from holdfast._models.huggingface.quantizing import QuantizedTensor
-from holdfast._models.views.mapping import MINUS_ONE, Segment
 from holdfast._models.views.reordered import as_ours
+from holdfast._models.views.segments import MINUS_ONE, Segment
 
 
 class PublishedPart(NamedTuple):

@@ -43,6 +43,7 @@ def mapping_of(model_type: str, name: str) -> str:
     entry, numbers, _ = family.family_of(model_type).get(name)
     places = {hole: str(numbers.get(hole, f"{{{hole}}}")) for hole in ("layer", "expert")}
     places["after"] = f"{{num_hidden_layers + {places['layer']}}}"
+    places["expert_after"] = f"{{num_experts + {places['expert']}}}"
 
     def published_names(rule: Rule) -> str:
         return ", ".join((entry.prefix + published).format(**places) for published in rule.names)

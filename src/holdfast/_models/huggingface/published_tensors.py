@@ -31,9 +31,10 @@ from holdfast._core.store.local import LocalStore
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.family import OUTPUT, View, as_published, is_known, language_model, view_of
 from holdfast._models.views.hugging_face import HuggingFaceFolder
-from holdfast._models.views.mapping import Segment, same
+from holdfast._models.views.mapping import same
 from holdfast._models.views.prefixes import prefix_of
 from holdfast._models.views.published_model import read_config
+from holdfast._models.views.segments import Segment
 from holdfast.errors import BadInput, CoverageError, MissingTensors
 
 OUTPUTS = ("output_layer.weight", OUTPUT)

@@ -18,9 +18,9 @@ from holdfast._core.layout.tensor import Dims
 from holdfast._core.state.memory import ShiftedMemory, TensorMemory, torch_dtype
 from holdfast._models.views.adapter import Adapter, Change, Product, Trained, Vector
 from holdfast._models.views.hub_format import Place
-from holdfast._models.views.mapping import MINUS_ONE, Segment
 from holdfast._models.views.published_model import PublishedModel
 from holdfast._models.views.reordered import as_published
+from holdfast._models.views.segments import MINUS_ONE, Segment
 
 _TILE = 128, 1024
 """Rows and columns of a product that are computed at once."""

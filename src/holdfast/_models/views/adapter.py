@@ -20,9 +20,10 @@ from holdfast._models.views.adapter_config import read_adapter_config
 from holdfast._models.views.family import language_model
 from holdfast._models.views.hub_format import Place
 from holdfast._models.views.hugging_face import HuggingFaceFolder
-from holdfast._models.views.mapping import Segment, same, shape_made
+from holdfast._models.views.mapping import same, shape_made
 from holdfast._models.views.published_model import PublishedModel
 from holdfast._models.views.quantized import IN_8_BITS
+from holdfast._models.views.segments import Segment
 from holdfast.errors import BadInput, ShapeMismatch
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -35,6 +35,8 @@ class TableEntry(NamedTuple):
     """Prefix of the published names."""
     is_unchanged: bool = False
     """Is it of a part of the model that has no other form, and so no table?"""
+    part: str = ""
+    """The key of the configuration of the part of the model that it is of; "": the language model."""
     layer_type: str = ""
     """The type, in layer_types of config.json, of the layers that have such a tensor; "": all may have it."""
 
@@ -52,14 +54,14 @@ class Family:
         """Entries by our name, without numbers of layers and experts."""
         for section, rules in table.sections.items():
             prefix = rules.get("published", "*").removesuffix("*")
-            for ours, rule in rules.items():
-                if ours not in tables.LINKS:
-                    self._add(section.removesuffix("*") + ours, rule, prefix)
             for ours, rule in table.sections.get(rules.get("within", ""), {}).items():
                 for inner in _INNER if ours not in tables.LINKS else ():
-                    self._add(section.removesuffix("*") + inner + ours, rule, prefix)
+                    self._add(section.removesuffix("*") + inner + ours, rule, prefix, "")
+            for ours, rule in rules.items():  # in the place of copied ones of the same name
+                if ours not in tables.LINKS:
+                    self._add(section.removesuffix("*") + ours, rule, prefix, rules.get("sizes", ""))
 
-    def _add(self, ours: str, rule: str, prefix: str) -> None:
+    def _add(self, ours: str, rule: str, prefix: str, part: str) -> None:
         pattern = re.escape(_HOLES.sub(r".<\1>", ours))
         pattern = re.sub(r"\\\.<(\w+)>", r"(?:\\.(?P<\1>\\d+))?", pattern)
         holes = tuple(_HOLES.findall(ours))
@@ -70,6 +72,7 @@ class Family:
             holes,
             parse(rule, f"{self._table.file}, {ours!r}"),
             prefix,
+            part=part,
             layer_type=next((kind for beginning, kind in types if ours.startswith(beginning)), ""),
         )
 

@@ -14,14 +14,17 @@ from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import Dims, nearest
 from holdfast._models.views import tables
 from holdfast._models.views.entries import NUMBER, Family, Found, TableEntry
-from holdfast._models.views.mapping import WAYS, Segment, Sizes
+from holdfast._models.views.mapping import WAYS
 from holdfast._models.views.rules import Rule
+from holdfast._models.views.segments import Segment, Sizes
 from holdfast._models.views.sizes import Numbers, sizes_of
 from holdfast.errors import BadInput, ShapeMismatch
 
 OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Published names of the output layer and of the embedding, in a model that no other one contains."""
 _ANY_HOLE = re.compile(r"\{\w+\}")
+_BEHIND = (("after", "num_hidden_layers", "layer"), ("expert_after", "num_experts", "expert"))
+"""Placeholders for numbers behind all others: the size, and the placeholder that counts from there on."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -47,7 +50,8 @@ class View:
 
     sizes: numbers of its configuration. is_tied: does its output layer share the embedding?
     outer: the table of the model that contains this one; None: there is none, or it has no table.
-    config: the configuration of the language model, for values that are no numbers.
+    config: the configuration of the language model, for values that are no numbers. whole: that of the model
+        around it.
     """
 
     def __init__(
@@ -58,10 +62,12 @@ class View:
         tensors: Tensors = _UNKNOWN,
         outer: tables.Table | None = None,
         config: Mapping[str, object] = MappingProxyType({}),
+        whole: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self._has, named, self._shape = tensors
         self.family, self.sizes, self._config = family, Numbers(sizes), config
-        self.is_tied, self.outer = is_tied, outer
+        self.is_tied, self.outer, self._whole = is_tied, outer, whole
+        self._parts = Family(outer) if outer is not None else None
         inner = family.table
         self._outside = (outer and outer.outside) or inner.outside
         self._unchanged = (outer or inner).unchanged
@@ -72,7 +78,7 @@ class View:
     def find(self, name: str) -> Found | None:
         """Return the entry of one of our names (`Family.find`), also if the model is part of another one."""
         inner = _replaced(name, self._outside)
-        found = self.family.find(inner)
+        found = self.family.find(inner) or (self._parts.find(name) if self._parts is not None else None)
         if found is None:
             is_part = name.startswith(tuple(self._unchanged))
             published = _replaced(name, self._unchanged) if is_part else self._place(inner)
@@ -121,7 +127,7 @@ class View:
 
     @cached_property
     def _possible(self) -> frozenset[str]:
-        entries = self.family.entries.values()
+        entries = [*self.family.entries.values(), *(self._parts.entries.values() if self._parts else ())]
         return frozenset(_ANY_HOLE.sub("#", name) for entry in entries for name in self.possible(entry))
 
     @cached_property
@@ -145,7 +151,7 @@ class View:
         if not tail and not entry.is_unchanged:  # a part of the model that has no table may hold numbers
             raise BadInput(f"{name!r} has shape {list(shape)}, which has too few axes for what it is.")
         for axis, many in zip(axes, lead, strict=True):
-            self._check_number(name, axis, many, layers)
+            self._check_number(name, entry, axis, many, layers)
         ahead = [range(low, stop) for low, stop in zip(box.offset, box.stop, strict=True)][: len(axes)]
         for place in product(*ahead):
             these = {**numbers, **dict(zip(axes, place, strict=True))}
@@ -182,10 +188,14 @@ class View:
             )
         return layers
 
-    def _check_number(self, name: str, axis: str, count: int, layers: Sequence[int] | None) -> None:
+    def _check_number(
+        self, name: str, entry: TableEntry, axis: str, count: int, layers: Sequence[int] | None
+    ) -> None:
         """Raise ShapeMismatch if the number of layers or experts differs from the published model: with
         fewer, some would silently be left out. layers: those that have such a tensor; None: all."""
-        published = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], count)
+        published = self._sizes(entry).get(
+            {"layer": "num_hidden_layers", "expert": "num_experts"}[axis], count
+        )
         if layers is not None and axis == "layer":
             published = len(layers)
         if published != count and not _replaced(name, self._outside).startswith(self._further):
@@ -197,8 +207,14 @@ class View:
 
     def possible(self, entry: TableEntry) -> list[str]:
         """List the possible published names of an entry in any model, with `{layer}` and `{expert}`."""
+        return [
+            entry.prefix + name if entry.part else self._place(entry.prefix + name)
+            for name in self._sources(entry)
+        ]
+
+    def _sources(self, entry: TableEntry) -> tuple[str, ...]:
         rule, other = entry.rule, entry.rule.otherwise
-        return [self._place(entry.prefix + name) for name in (*rule.names, *(other.names if other else ()))]
+        return (*rule.names, *(other.names if other else ()))
 
     def _place(self, name: str) -> str:
         return _replaced(name, self._inside)
@@ -208,12 +224,17 @@ class View:
 
         numbers: the layer and the expert.
         """
-        after = self.sizes["num_hidden_layers"] + numbers.get("layer", 0) if "{after}" in entry.prefix else 0
+        behind = {
+            hole: self.sizes[count] + numbers.get(of, 0)
+            for hole, count, of in _BEHIND
+            if any(f"{{{hole}}}" in entry.prefix + name for name in self._sources(entry))
+        }
 
         def published(name: str) -> str:
             if entry.is_unchanged:
                 return name
-            return self._place((entry.prefix + name).format(**numbers, after=after))
+            name = (entry.prefix + name).format(**numbers, **behind)
+            return name if entry.part else self._place(name)
 
         rule, other = entry.rule, entry.rule.otherwise
         if (
@@ -226,13 +247,20 @@ class View:
 
     def _of_one(self, entry: TableEntry, numbers: dict[str, int], shape: Dims) -> list[Segment]:
         rule, names = self.rule(entry, numbers)
-        sizes = Numbers({**self.sizes, **numbers})
+        sizes = Numbers({**self._sizes(entry), **numbers})
         segments = WAYS[rule.way](names, shape, sizes)
         if rule.layout is not None and self._shape is not None:
             stored = self._shape(names[0])
             if stored is not None and stored != segments[0].published:
                 return WAYS[rule.layout.way](names, shape, sizes)
         return segments
+
+    def _sizes(self, entry: TableEntry) -> Sizes:
+        """Return the numbers of the part of the model that an entry is of."""
+        if not entry.part:
+            return self.sizes
+        part = self._whole.get(entry.part)
+        return Numbers(sizes_of(part if isinstance(part, dict) else {}, entry.part))
 
     def _has_other(self, name: str, other: str, rule: Rule) -> bool:
         """Return whether the alternative rule applies. name, other: the first names of the two rules."""
@@ -296,14 +324,14 @@ def view_of(
     """
     tied, outer = is_tied(config), tables.by_model_type().get(str(config.get("model_type")))
     outer = outer if outer is not None and outer.contains else None
-    config = language_model(config) if inner or outer else config
+    whole, config = config, language_model(config) if inner or outer else config
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise BadInput(
             f"{where} does not say which model_type it is of.", hint="Give the folder of a published model."
         )
     tensors = Tensors(has, named, shape)
-    return View(family_of(kind), sizes_of(config, where), tied, tensors, outer, config)
+    return View(family_of(kind), sizes_of(config, where), tied, tensors, outer, config, whole)
 
 
 def as_published(config: Mapping[str, object], where: str, has: Callable[[str], bool]) -> View:
@@ -313,8 +341,11 @@ def as_published(config: Mapping[str, object], where: str, has: Callable[[str], 
 
 def language_model(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the configuration of the language model; in a multimodal model, of the inner language model."""
-    table = tables.by_model_type().get(str(config.get("model_type")))
+    known = tables.by_model_type()
+    table = known.get(str(config.get("model_type")))
     text = config.get(table.contains if table is not None and table.contains else "text_config")
+    if table is not None and table.language_model and isinstance(text, dict):
+        text = text if text.get("model_type") in known else {**text, "model_type": table.language_model}
     is_language_model = table is not None and not table.contains
     return language_model(text) if isinstance(text, dict) and not is_language_model else config
 

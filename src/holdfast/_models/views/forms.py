@@ -20,7 +20,7 @@ from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import Dims, nearest
 from holdfast._core.ready import ready
 from holdfast._models.views import tables
-from holdfast._models.views.mapping import Segment
+from holdfast._models.views.segments import Segment
 from holdfast.errors import BadInput
 
 ZERO = "zero"

@@ -1,85 +1,17 @@
-"""Maps the elements of a tensor to published tensors: segments, and the ways in which models split and join
-them.
+"""Maps the elements of a tensor to published tensors: the ways in which models split and join them.
 
-A segment is a box of our tensor that is a box of one published tensor, up to the order of axes. A way takes
-the names of published tensors and the shape of ours, and gives segments that cover ours exactly once. It
-computes nothing with elements, so every way also works backwards.
+A way takes the names of published tensors and the shape of ours, and gives segments (`segments`) that cover
+ours exactly once. It computes nothing with elements, so every way also works backwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import Dims
+from holdfast._models.views.segments import MINUS_ONE, Segment, Sizes, Way, equal_share, some_rows
 from holdfast.errors import BadInput
-
-MINUS_ONE = "minus one"
-"""A change of elements: ours are the published ones minus one."""
-Sizes = Mapping[str, int]
-"""Numbers of a model's configuration, by Hugging Face's names."""
-
-
-class Segment(NamedTuple):
-    """A box of our tensor, and its position in a published tensor."""
-
-    box: Box
-    """The box in our tensor."""
-    name: str
-    """Name of the published tensor."""
-    start: Dims
-    """Start of the box in the published tensor."""
-    axes: tuple[int, ...]
-    """For each of our axes, the published axis that it corresponds to; -1 for an axis of length 1 that has
-    none. Along the other published axes the segment has one index."""
-    whole: Dims = ()
-    """The shape that the published tensor must have."""
-    split: bool = False
-    """Is `whole` the published shape with its last axis split into two?"""
-    change: str = ""
-    """A conversion of elements on import, which an export reverts: "" or MINUS_ONE."""
-    is_copy: bool = False
-    """Is it a copy of another segment, in rows that the model does not use? Only an import takes it: after
-    training, these rows differ from what they were a copy of."""
-
-    def theirs(self, part: Box) -> Box:
-        """Return the box of the published tensor for a part of `box`."""
-        shape = [1] * len(self.start)
-        offset = list(self.start)
-        for axis, low, begin, size in zip(self.axes, self.box.offset, part.offset, part.shape, strict=True):
-            if axis >= 0:
-                offset[axis] += begin - low
-                shape[axis] = size
-        return Box(tuple(offset), tuple(shape))
-
-    def ours(self, part: Box) -> Box | None:
-        """Return our box for a part of the published tensor, cut to this segment; None if outside."""
-        common = self.theirs(self.box).intersect(part)
-        if common is None:
-            return None
-        offset, shape = list(self.box.offset), [1] * len(self.axes)
-        for index, axis in enumerate(self.axes):
-            if axis >= 0:
-                offset[index] += common.offset[axis] - self.start[axis]
-                shape[index] = common.shape[axis]
-        return Box(tuple(offset), tuple(shape))
-
-    def joined(self, part: Box) -> Box:
-        """Merge the two axes into which `split` divided the published tensor's last axis. The part must have
-        whole pairs."""
-        if not self.split:
-            return part
-        inner = self.whole[-1]
-        return Box((*part.offset[:-2], part.offset[-2] * inner), (*part.shape[:-2], part.shape[-2] * inner))
-
-    @property
-    def published(self) -> Dims:
-        """The shape of the published tensor."""
-        return (*self.whole[:-2], self.whole[-2] * self.whole[-1]) if self.split else self.whole
-
-
-Way = Callable[[Sequence[str], Dims, Sizes], list[Segment]]
 
 
 def same(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
@@ -94,8 +26,8 @@ def joined(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
 
 def concat(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """Equal parts, one below the other: gate and up."""
-    rows = _share(shape[0], len(names), names)
-    return [_rows(name, shape, (index * rows, rows), 0, rows) for index, name in enumerate(names)]
+    rows = equal_share(shape[0], len(names), names)
+    return [some_rows(name, shape, (index * rows, rows), 0, rows) for index, name in enumerate(names)]
 
 
 def grouped(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
@@ -111,13 +43,32 @@ def grouped_tied(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segmen
     return [part._replace(is_copy=place % 3 == 2) for place, part in enumerate(parts)]
 
 
+def grouped_sized(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `grouped`, with `head_dim` rows for a head of queries and keys, and `v_head_dim` for one of values.
+    Layers may differ in the number of groups, which follows from the rows."""
+    heads, key, value = sizes["num_attention_heads"], sizes["head_dim"], sizes["v_head_dim"]
+    groups, rest = divmod(shape[0] - heads * key, key + value)
+    if rest or groups < 1 or heads % groups:
+        raise BadInput(
+            f"{shape[0]} rows can't be made of {', '.join(names)}: they are not {heads} heads of {key} rows "
+            f"and groups of {key + value}.",
+            hint="Build the model with the sizes of config.json.",
+        )
+    return _of_groups(names, shape, groups, (heads // groups * key, key, value))
+
+
 def _in_groups(names: Sequence[str], shape: Dims, all_heads: int, groups: int) -> list[Segment]:
     heads = all_heads // groups
-    row = _share(shape[0], groups * (heads + 2), names)
+    row = equal_share(shape[0], groups * (heads + 2), names)
+    return _of_groups(names, shape, groups, (heads * row, row, row))
+
+
+def _of_groups(names: Sequence[str], shape: Dims, groups: int, rows: Dims) -> list[Segment]:
+    """Make the segments of all groups, of which each has these rows of the tensors `names`."""
     segments, first = [], 0
     for group in range(groups):
-        for name, many in zip(names, (heads * row, row, row), strict=True):
-            segments.append(_rows(name, shape, (first, many), group * many, groups * many))
+        for name, many in zip(names, rows, strict=True):
+            segments.append(some_rows(name, shape, (first, many), group * many, groups * many))
             first += many
     return segments
 
@@ -125,10 +76,10 @@ def _in_groups(names: Sequence[str], shape: Dims, all_heads: int, groups: int) -
 def grouped_joined(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """As `grouped`, of one tensor: all queries above all keys, these above all values."""
     heads, groups = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    row = _share(shape[0], heads + 2 * groups, names)
+    row = equal_share(shape[0], heads + 2 * groups, names)
     above = {"queries": 0, "keys": heads * row, "values": (heads + groups) * row}
     return [
-        _rows(
+        some_rows(
             names[0],
             shape,
             (part.box.offset[0], part.box.shape[0]),
@@ -144,17 +95,17 @@ def gated(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     group has all its queries, then all its gates."""
     groups = sizes["num_key_value_heads"]
     heads = sizes["num_attention_heads"] // groups
-    row = _share(shape[0], groups * (2 * heads + 2), names)
+    row = equal_share(shape[0], groups * (2 * heads + 2), names)
     queries, *others = names
     segments, first = [], 0
     for group in range(groups):
         for part in range(2):
             for head in range(group * heads, (group + 1) * heads):
                 start = (2 * head + part) * row
-                segments.append(_rows(queries, shape, (first, row), start, 2 * groups * heads * row))
+                segments.append(some_rows(queries, shape, (first, row), start, 2 * groups * heads * row))
                 first += row
         for name in others:
-            segments.append(_rows(name, shape, (first, row), group * row, groups * row))
+            segments.append(some_rows(name, shape, (first, row), group * row, groups * row))
             first += row
     return segments
 
@@ -167,7 +118,7 @@ def padded(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
             f"{names[0]!r} has {words} rows, and the model has only {shape[0]}.",
             hint="Build the model with the vocabulary of config.json, padded or not.",
         )
-    return [_rows(names[0], shape, (0, words), 0, words)]
+    return [some_rows(names[0], shape, (0, words), 0, words)]
 
 
 def lowered(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
@@ -204,8 +155,29 @@ def one_row(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     ]
 
 
+def turned(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """Published with inputs along rows."""
+    return [Segment(whole(shape), names[0], (0, 0), (1, 0), (shape[1], shape[0]))]
+
+
+def first_row(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """The first of the two rows of a matrix."""
+    return _row(names[0], shape, 0)
+
+
+def second_row(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """The second of the two rows of a matrix."""
+    return _row(names[0], shape, 1)
+
+
+def _row(name: str, shape: Dims, which: int) -> list[Segment]:
+    """Ours has one axis, or a first one of one row."""
+    axes = (0, 1)[-len(shape) :]
+    return [Segment(whole(shape), name, (which, 0), axes, (2, shape[-1]))]
+
+
 def _third(names: Sequence[str], shape: Dims, which: int) -> list[Segment]:
-    return [_rows(names[0], shape, (0, shape[0]), which * shape[0], 3 * shape[0])]
+    return [some_rows(names[0], shape, (0, shape[0]), which * shape[0], 3 * shape[0])]
 
 
 def first_of_three(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
@@ -226,7 +198,7 @@ def third_of_three(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segm
 def of_experts_mixed(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """One expert's gate above its up; published, inputs lie along rows, and gate and up take turns along
     columns. A bias has columns only."""
-    rows, inputs = _share(shape[0], 2, names), shape[1:]
+    rows, inputs = equal_share(shape[0], 2, names), shape[1:]
     segments = []
     for part in range(2):
         box = Box((part * rows, *(0,) * len(inputs)), (rows, *inputs))
@@ -247,13 +219,15 @@ def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
         return (parts[part] * heads, *first[1:])
     if way == "grouped_tied":
         shapes = (*shapes, shapes[-1])
-    if way in ("concat", "grouped", "grouped_tied", "gated"):
+    if way in ("concat", "grouped", "grouped_sized", "grouped_tied", "gated"):
         return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
     # With too few axes, the result has too few as well, and `View.segments` refuses it.
-    if way in ("of_experts", "of_experts_joined", "one_row"):
+    if way in ("of_experts", "of_experts_joined", "one_row", "first_row", "second_row"):
         return first[1:]
     if way in ("of_experts_turned", "of_experts_joined_turned"):
         return (*first[2:], *first[1:2])
+    if way == "turned":
+        return first[::-1]
     if way.endswith("_of_three"):
         return (first[0] // 3 if first else 0, *first[1:])
     if way == "of_experts_mixed":
@@ -349,7 +323,7 @@ def _of_heads(way: str) -> Way:
                 hint="Build the model with the sizes of config.json.",
             )
         return [
-            _rows(names[0], shape, (head * mine, mine), head * each + sum(parts[:part]), heads * each)
+            some_rows(names[0], shape, (head * mine, mine), head * each + sum(parts[:part]), heads * each)
             for head in range(heads)
         ]
 
@@ -357,27 +331,9 @@ def _of_heads(way: str) -> Way:
     return take
 
 
-def _rows(name: str, shape: Dims, ours: tuple[int, int], start: int, rows: int) -> Segment:
-    """Make a segment of whole rows. ours: `(first, count)` of our rows. start: the first row in the published
-    tensor, which has `rows` rows."""
-    rest, sides = (0,) * (len(shape) - 1), shape[1:]
-    first, count = ours
-    box = Box((first, *rest), (count, *sides))
-    return Segment(box, name, (start, *rest), tuple(range(len(shape))), (rows, *sides))
-
-
-def _share(rows: int, parts: int, names: Sequence[str]) -> int:
-    if rows % parts:
-        raise BadInput(
-            f"{rows} rows can't be made of {parts} equal parts of {', '.join(names)}.",
-            hint="The configuration of the model does not fit its tensors.",
-        )
-    return rows // parts
-
-
 _PLAIN = (
-    *(same, joined, concat, grouped, grouped_tied, grouped_joined, gated, padded, lowered),
+    *(same, joined, concat, grouped, grouped_sized, grouped_tied, grouped_joined, gated, padded, lowered),
     *(of_experts, of_experts_joined, of_experts_turned, of_experts_joined_turned, of_experts_mixed, one_row),
-    *(first_of_three, second_of_three, third_of_three),
+    *(turned, first_row, second_row, first_of_three, second_of_three, third_of_three),
 )
 WAYS: dict[str, Way] = {way.__name__: way for way in _PLAIN} | {name: _of_heads(name) for name in _HEADS}

@@ -20,11 +20,11 @@ from holdfast._core.state.memory import ShiftedMemory, TensorMemory, check_is_vi
 from holdfast._models.views.adapted import merged_into
 from holdfast._models.views.adapter import PREFIX, stored_name
 from holdfast._models.views.hub_format import Place
-from holdfast._models.views.mapping import MINUS_ONE, Segment
 from holdfast._models.views.published_model import PublishedModel
 from holdfast._models.views.quantized import IN_8_BITS
 from holdfast._models.views.reordered import as_published
 from holdfast._models.views.scaled import in_8_bits, is_packed, packed_part
+from holdfast._models.views.segments import MINUS_ONE, Segment
 from holdfast.errors import BadInput, LoadFailed, MissingTensors, ShapeMismatch
 
 _BRIDGES = ".adapter."

@@ -51,5 +51,9 @@ def parse(entry: str, where: str) -> Rule:
     return Rule(way, names, otherwise, other.startswith("tied "), flag)
 
 
-_NAMES = {"concat": (2, 1 << 20), "grouped": (3, 3), "grouped_tied": (2, 2), "gated": (3, 3)}
+_NAMES = {
+    "concat": (2, 1 << 20),
+    **dict.fromkeys(("grouped", "grouped_sized", "gated"), (3, 3)),
+    "grouped_tied": (2, 2),
+}
 """How many names a way takes, at least and at most, if not one."""

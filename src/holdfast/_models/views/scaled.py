@@ -9,7 +9,6 @@ from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, FLOATS, Dims, TensorSpec
 from holdfast._core.state.memory import TensorMemory, torch_dtype
 from holdfast._models.views.hub_format import Place
-from holdfast._models.views.mapping import Segment
 from holdfast._models.views.published_model import PublishedModel
 from holdfast._models.views.quantized import (
     IN_8_BITS,
@@ -20,6 +19,7 @@ from holdfast._models.views.quantized import (
     scales_of,
     sides_of,
 )
+from holdfast._models.views.segments import Segment
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 _BYTES = CODE_OF["uint8"]

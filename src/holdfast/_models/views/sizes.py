@@ -6,8 +6,16 @@ from collections.abc import Mapping
 
 from holdfast.errors import BadInput
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Configuration keys for the number of experts of a layer."""
+_OTHER_KEYS = {
+    "num_hidden_layers": ("depth",),
+    "num_attention_heads": ("num_heads",),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "mamba_num_heads": ("mamba_n_heads",),
+    "mamba_head_dim": ("mamba_d_head",),
+    "n_groups": ("mamba_n_groups",),
+    "ssm_state_size": ("mamba_d_state",),
+}
+"""By configuration key, others for the same number, which some families have."""
 
 
 class Numbers(dict[str, int]):
@@ -31,11 +39,12 @@ def sizes_of(config: Mapping[str, object], where: str) -> dict[str, int]:
     sizes = {key: value for key, value in config.items() if type(value) is int}
     if isinstance(layers := config.get("layers_block_type"), list):
         sizes.setdefault("num_hidden_layers", len(layers))
+    for key, others in _OTHER_KEYS.items():
+        for other in others:
+            if other in sizes:
+                sizes.setdefault(key, sizes[other])
     if "num_attention_heads" in sizes:
         sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
-    for name in _EXPERTS:
-        if name in sizes:
-            sizes.setdefault("num_experts", sizes[name])
     for name in _COUNTS:
         if sizes.get(name, 1) < 1:
             raise BadInput(f"{where} says {name}={sizes[name]}, which no model has.")

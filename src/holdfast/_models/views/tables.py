@@ -28,12 +28,14 @@ GROUP = "holdfast.models"
 """The group of entry points whose modules hold tables."""
 PACKAGE = "holdfast"
 """The source of the package's own tables."""
-LINKS = ("published", "within")
+LINKS = ("published", "within", "sizes")
 """Keys of a section that are not entries."""
 _FOLDER = files("holdfast._models.views") / "families"
 _HOLES = re.compile(r"\{(\w*)\}")
 _OURS = {"layer", "expert"}
-"""Placeholders of our names; published ones also have {after}, the number of a layer behind all others."""
+"""Placeholders of our names."""
+_BEHIND = {"after": "layer", "expert_after": "expert"}
+"""Further placeholders of published names: the number of a layer or an expert that is behind all others."""
 
 Sections = dict[str, dict[str, str]]
 
@@ -67,6 +69,8 @@ class Table(NamedTuple):
     """Published tensors of which nothing of ours is made, such as copies of others; with {after}."""
     layer_types: Mapping[str, str] = MappingProxyType({})
     """Beginnings of our names, with {layer}, of tensors that only layers of one type have, and that type."""
+    language_model: str = ""
+    """The type of the language model inside, if its configuration names none that has a table."""
 
 
 class _Place(NamedTuple):
@@ -293,8 +297,7 @@ class _TableReader:
         for one in alternatives:
             for name in one.names:
                 theirs = set(_HOLES.findall(prefix + name))
-                if "after" in theirs:
-                    theirs = theirs - {"after"} | {"layer"}
+                theirs = {_BEHIND.get(hole, hole) for hole in theirs}
                 if not theirs <= mine:
                     raise BadInput(
                         f"{where}: {name!r} has {_braced(theirs - mine)}, and our name has not.",
@@ -363,6 +366,7 @@ _LINKS: dict[str, Callable[[_TableReader, str, object], object]] = {
     "further": _TableReader._texts,
     "unused": _TableReader._texts,
     "layer_types": _TableReader._pairs,
+    "language_model": _TableReader._text,
 }
 """Keys of a table besides _TOP and its sections, and what reads their values: fields of `Table`."""
 
