@@ -147,7 +147,7 @@ MUTANTS: dict[str, tuple[str, dict[str, int], list[Any]]] = {
         removal, "referred_to", "why_kept(made.attempt)", "known(run)(made.attempt)",
     ]),
     "who goes on deletes what is kept without a note": ("a save, and two who go on", {}, [
-        removal, "finish_kept", 'deleting_path = _write(store, note.folder, "", deleting)', "deleting_path = path",
+        removal, "finish_kept", 'deleting_path = _write(store, note.folder, own, deleting)', "deleting_path = path",
     ]),
     "a note goes if the index is there": ("a save, a remover, and one who goes on", {}, [
         removal, "finish_removal", "    return named_by_index(step)",
