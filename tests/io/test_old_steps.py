@@ -4,7 +4,9 @@ something is deleted."""
 from __future__ import annotations
 
 import json
+import logging
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,6 +112,33 @@ def test_an_index_that_is_a_link_keeps_its_step(tmp_path: Path) -> None:
     before = paths(step)
     assert not remove_step(LocalStore(tmp_path), step.name)
     assert paths(step) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_old_steps_that_can_not_be_removed_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of another user's steps; each of them would be tried, and its index read, at each save."""
+    old = [tmp_path / f"step-{step:08d}" for step in range(1, 9)]
+    for step, folder in enumerate(old, 1):
+        holdfast.save(STATE, folder, step=step, job=SOLO)
+        subprocess.run(["mount", "--bind", folder, folder], check=True, timeout=30)
+        subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True, timeout=30)
+    try:
+        with holdfast.Checkpoints(tmp_path, keep=1, asynchronous=False, job=SOLO) as checkpoints:
+            for step in range(9, 13):
+                checkpoints.save(step, {"w": torch.full((3,), float(step))})
+                assert checkpoints.steps() == [*range(1, 9), step], "what may be removed is removed"
+            [told] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+            assert told.startswith(f"Old steps of {tmp_path} are not removed, and take up space: Deleting ")
+            assert "Read-only file system." in told
+            for folder in old:
+                subprocess.run(["umount", folder], check=True, timeout=30)
+            checkpoints.save(13, {"w": torch.zeros(3)})
+            assert checkpoints.steps() == [13]
+    finally:
+        for folder in old:
+            subprocess.run(["umount", "-q", folder], timeout=30)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -247,6 +247,36 @@ def test_the_newest_of_many_uncommitted_steps_is_found_in_few_round_trips(proxy:
     assert len(proxy.requests()) <= 1 + 2 * 33
 
 
+@pytest.mark.parametrize("found", ["exp-17/trainer_state.json", "exp-3/model.safetensors", ""])
+def test_other_folders_are_looked_at_many_at_once(proxy: Proxy, place: str, found: str) -> None:
+    store, folders = open_store(place), 40
+    for path in [*(f"exp-{number}/notes.txt" for number in range(folders)), *filter(None, [found])]:
+        rewrite(store, path, b"x")
+    lock, now, most = threading.Lock(), [0], [0]
+
+    def slowly(asked: Asked) -> Any:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.03)
+        with lock:
+            now[0] -= 1
+        return forward(asked.port, asked.method, asked.path, asked.headers, asked.body)
+
+    proxy.change = slowly
+    # One that may not be read hides none of those that are looked at together with it.
+    proxy.rule = lambda method, path, query, number: "denied" if "/exp-39/" in path else "pass"
+    proxy.requests()
+    if found:
+        with pytest.raises(BadInput, match=f"but '{found.partition('/')[0]}' in it is one"):
+            holdfast.latest(place)
+    else:
+        assert holdfast.latest(place) is None
+    seen = proxy.requests()
+    assert sum(line.startswith("LIST") for line in seen) <= 3, seen
+    assert 16 < most[0] <= 32
+
+
 # -- data files that are opened without a request ------------------------------------------------------------
 
 

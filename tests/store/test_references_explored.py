@@ -63,6 +63,16 @@ WORLDS: dict[str, dict[str, Any]] = {
         "actions": [SAVES, remover(0), remover(0)],
         "attempts": {0: 2},
     },
+    "a save and a remover who tries again": {
+        "objects": planted(0, 1),
+        "actions": [SAVES, remover(0, again=True)],
+        "attempts": {0: 2},
+    },
+    "a save, a remover who tries again, and one who goes on": {
+        "objects": planted(0, 1),
+        "actions": [SAVES, remover(0, again=True), finisher()],
+        "attempts": {0: 2},
+    },
     "a save, a remover, and one who goes on": {
         "objects": planted(0, 1),
         "actions": [SAVES, remover(0), finisher()],
@@ -119,11 +129,13 @@ def test_no_committed_step_loses_what_it_refers_to(name: str) -> None:
         ("a save and a remover", {"faults": 1}),
         ("a save and a remover", {"kills": 1}),
         ("a save and a remover", {"faults": 2}),
+        ("a save and a remover who tries again", {"faults": 1}),
+        ("a save and a remover who tries again", {"kills": 1}),
         *(
             pytest.param(name, bound, marks=pytest.mark.soak)
             for name in WORLDS
             for bound in ({"faults": 1}, {"kills": 1})
-            if name != "a save and a remover"
+            if name not in ("a save and a remover", "a save and a remover who tries again")
         ),
     ],
 )
@@ -147,7 +159,7 @@ MUTANTS: dict[str, tuple[str, dict[str, int], list[Any]]] = {
         removal, "referred_to", "why_kept(made.attempt)", "known(run)(made.attempt)",
     ]),
     "who goes on deletes what is kept without a note": ("a save, and two who go on", {}, [
-        removal, "finish_kept", 'deleting_path = _write(store, note.folder, "", deleting)', "deleting_path = path",
+        removal, "finish_kept", 'deleting_path = _write(store, note.folder, own, deleting)', "deleting_path = path",
     ]),
     "a note goes if the index is there": ("a save, a remover, and one who goes on", {}, [
         removal, "finish_removal", "    return named_by_index(step)",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -213,8 +213,16 @@ def saver(folder: int, attempt: int, of: str, replaces: bool = False) -> Callabl
     return save
 
 
-def remover(folder: int) -> Callable[[Store, Any], Hashable]:
-    return lambda run, known: ("removed", old_steps.remove_step(run, FOLDERS[folder], known))
+def remover(folder: int, again: bool = False) -> Callable[[Store, Any], Hashable]:
+    """again: it tries a second time if the first one fails, as the next save does."""
+
+    def remove(run: Store, known: Any) -> Hashable:
+        if again:
+            with suppress(HoldfastError):
+                return "removed", old_steps.remove_step(run, FOLDERS[folder], known)
+        return "removed", old_steps.remove_step(run, FOLDERS[folder], known)
+
+    return remove
 
 
 def finisher() -> Callable[[Store, Any], Hashable]:

@@ -23,6 +23,7 @@ from holdfast._core.format.names import (
 )
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.references import Known, can_refer, name_of_folder, nothing_known
+from holdfast._core.io.refusals import MOST_REFUSED, Refusals
 from holdfast._core.io.removal import Named, finish_removals, named_by_index, remove_with_note
 from holdfast._core.io.small_files import read_file
 from holdfast._core.store.base import Entry, Kind, Store, capabilities, look_at_files, parent
@@ -65,6 +66,7 @@ def retire(
     damaged: Collection[int] = (),
     passed: set[str] | None = None,
     known: Known = nothing_known,
+    refusals: Refusals | None = None,
 ) -> list[str]:
     """Remove the steps that no rule keeps; never the step that was just saved. Return their folders.
 
@@ -74,13 +76,15 @@ def retire(
     passed: a cache of folders that are known not to be removable steps; they are skipped, and newly found
         ones are added.
     known: reads which attempts of saves have ended; used only where steps refer to others (`references`).
+    refusals: what could not be removed before.
     """
     if rules.keep is None:
         return []
+    refusals = Refusals(store) if refusals is None else refusals
     passed = set() if passed is None else passed
     names = store.list()
     if f"{REMOVED}/" in names:
-        finish_removals(store, known)
+        finish_removals(store, known, refusals)
     left = left_behind(store) if LEFT in names else {}
     steps = [
         (step, folders)
@@ -89,11 +93,22 @@ def retire(
     ]
     gone = {step for step, folders in steps if any(is_left(store, left, one, INDEX) for one in folders)}
     steps.sort(key=lambda found: (found[0] not in gone, found[0]))
+    newest_first = steps[::-1]
+    # Those that have `keep` newer ones and don't stay by their number. If there are none, which is common, no
+    # folder is examined.
+    if not any(not rules.stays_by_number(step) for step, _ in newest_first[rules.keep :]):
+        return []
+    # The best step is sought among all that are there, also among those that stay by their number: one that
+    # somebody has deleted must not count as the best. The intervals of a timedelta begin at the oldest.
+    looked_at = [
+        folder
+        for place, (step, folders) in enumerate(newest_first)
+        if rules.best is not None or place < rules.keep or not rules.stays_by_number(step)
+        for folder in folders
+    ]
+    look = MarkEntries(store, looked_at)
     removable: dict[int, str] = {}
-    # If there are at most `keep` steps, which is common, no folder is examined. Otherwise the newest first.
-    looked_at = steps[::-1] if len(steps) > rules.keep else []
-    look = MarkEntries(store, [folder for _, folders in looked_at for folder in folders])
-    for step, folders in looked_at:
+    for step, folders in newest_first:
         if rules.best is None and len(removable) >= rules.keep and rules.stays_by_number(step):
             continue  # no other rule compares it with other steps
         marked = best_of(store, folders, look)
@@ -109,13 +124,20 @@ def retire(
             for step, folder in removable.items()
         ]
     )
-    removed = []
-    for step, folder in sorted(removable.items()):
-        # An older step that was saved again may not be among the newest; it stays until the next save.
-        if step not in kept and step != saved:
-            with suppress(HoldfastError):  # the next save tries again
-                remove_step(store, folder, known)
-                removed.append(folder)
+    # An older step that was saved again may not be among the newest; it stays until the next save.
+    going = [folder for step, folder in sorted(removable.items()) if step not in kept and step != saved]
+    removed, refused = [], 0
+    for folder in refusals.in_turn(going):
+        try:
+            remove_step(store, folder, known)
+        except HoldfastError as error:  # the next save tries again
+            refusals.add(folder, error)
+            refused += 1
+            if refused == MOST_REFUSED:
+                break
+        else:
+            refusals.forget(folder)
+            removed.append(folder)
     return removed
 
 

@@ -12,6 +12,9 @@ data files are those of one attempt, so a note never names data of a later save.
 stays until they are gone, also if the index is still there: its remover may be slow, and a later save must
 not refer to what it is going to delete. Before files that were kept are deleted, they get such a note, and
 the claims are listed again.
+
+The name of a note follows from its content: whoever tries the same again makes no second one. That takes
+nothing from another remover who relies on it: such a note goes only once all of its files are gone.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from contextlib import closing, suppress
 import msgspec
 
 from holdfast._core.base.values import NO_JSON
+from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.format.index import Index
 from holdfast._core.format.names import INDEX, PINS, REMOVED, is_data_file
 from holdfast._core.io.references import (
@@ -35,12 +39,13 @@ from holdfast._core.io.references import (
     referred_to,
     release_all,
 )
+from holdfast._core.io.refusals import Refusals
 from holdfast._core.io.small_files import read_file
 from holdfast._core.ready import ready
-from holdfast._core.store.base import NotFound, Store
+from holdfast._core.store.base import NotFound, Store, capabilities
 from holdfast._core.store.pins import has_live_pin
 from holdfast._core.store.run_folder import is_spelled_as_ours
-from holdfast.errors import HoldfastError
+from holdfast.errors import CorruptCheckpoint, HoldfastError, StorageError
 
 log = logging.getLogger("holdfast")
 _MOST = 1 << 26
@@ -99,10 +104,14 @@ def remove_with_note(
 
 
 def _write(store: Store, folder: str, kind: str, note: Note | KeptFiles) -> str:
-    path = f"{REMOVED}/{folder}.{kind}{os.urandom(8).hex()}"
+    """Write a note; return its path. kind: begins its name, after the folder."""
+    data = msgspec.json.encode(note)
+    path = f"{REMOVED}/{folder}.{kind}{hex_digest(digest(data))}"
+    if capabilities(store).exclusive_create and store.stat(path) is not None:
+        return path
     writer = store.create(path)
     try:
-        writer.write_at(0, [msgspec.json.encode(note)])
+        writer.write_at(0, [data])
         writer.finish()
     except BaseException:
         writer.discard()
@@ -127,17 +136,32 @@ def _delete_data(store: Store, path: str, note: Note, known: Known) -> bool:
     return True
 
 
-def finish_removals(store: Store, known: Known = nothing_known) -> list[Note]:
-    """Go on with the removals that are noted in a run folder. Return those that have ended now."""
+def finish_removals(
+    store: Store, known: Known = nothing_known, refusals: Refusals | None = None
+) -> list[Note]:
+    """Go on with the removals that are noted in a run folder. Return those that have ended now.
+
+    refusals: where errors are noted. Then this goes on with some of the removals, until one is refused.
+    """
     ended = []
-    notes, kept = notes_of(store)
-    for path, note in notes:
-        with suppress(HoldfastError):  # tried again later
-            if finish_removal(store, path, note, known):
+    deleting, kept = notes_at(store)
+    if refusals is None:
+        some = [*((False, name) for name in deleting), *((True, name) for name in kept)]
+    else:
+        some = refusals.next_notes(deleting, kept)
+    for is_kept, name in some:
+        path = f"{REMOVED}/{name}"
+        try:
+            if is_kept:
+                if (files := _kept_files(store, name)) is not None:
+                    finish_kept(store, path, files, known)
+            elif (note := _note(store, name)) is not None and finish_removal(store, path, note, known):
                 ended.append(note)
-    for path, files in kept:
-        with suppress(HoldfastError):
-            finish_kept(store, path, files, known)
+        except HoldfastError as error:  # tried again later
+            if refusals is not None and isinstance(error, StorageError):
+                refusals.add(name.partition(".")[0], error)
+                refusals.stopped_at = is_kept, name
+                break
     return ended
 
 
@@ -156,7 +180,8 @@ def finish_kept(store: Store, path: str, note: KeptFiles, known: Known) -> bool:
     if not free or not named_by_index(step).files.isdisjoint(note.kept):
         return False
     deleting = Note(note.folder, sorted(free))
-    deleting_path = _write(store, note.folder, "", deleting)
+    own = os.urandom(8).hex()  # nobody else may rely on this note: it may be taken back
+    deleting_path = _write(store, note.folder, own, deleting)
     if not named_by_index(step).files.isdisjoint(free):  # `reindex` writes an index, and then looks at notes
         store.delete(deleting_path)
         return False
@@ -172,18 +197,30 @@ def notes_of(store: Store) -> tuple[list[tuple[str, Note]], list[tuple[str, Kept
     deleting, kept = notes_at(store)
     notes, files = list[tuple[str, Note]](), list[tuple[str, KeptFiles]]()
     for name in deleting:
-        path = f"{REMOVED}/{name}"
-        with suppress(HoldfastError, *NO_JSON):
-            note = msgspec.json.decode(read_file(store, path, _MOST) or b"", type=ready(Note))
-            if is_spelled_as_ours(note.folder) and all(map(is_data_file, note.files)):
-                notes.append((path, note))
+        with suppress(HoldfastError):
+            if (note := _note(store, name)) is not None:
+                notes.append((f"{REMOVED}/{name}", note))
     for name in kept:
-        path = f"{REMOVED}/{name}"
-        with suppress(HoldfastError, *NO_JSON):
-            one = msgspec.json.decode(read_file(store, path, _MOST) or b"", type=ready(KeptFiles))
-            if is_spelled_as_ours(one.folder) and all(map(is_data_file, one.kept)):
-                files.append((path, one))
+        with suppress(HoldfastError):
+            if (one := _kept_files(store, name)) is not None:
+                files.append((f"{REMOVED}/{name}", one))
     return notes, files
+
+
+def _note(store: Store, name: str) -> Note | None:
+    with suppress(CorruptCheckpoint, *NO_JSON):
+        data = read_file(store, f"{REMOVED}/{name}", _MOST) or b""
+        note = msgspec.json.decode(data, type=ready(Note))
+        return note if is_spelled_as_ours(note.folder) and all(map(is_data_file, note.files)) else None
+    return None
+
+
+def _kept_files(store: Store, name: str) -> KeptFiles | None:
+    with suppress(CorruptCheckpoint, *NO_JSON):
+        data = read_file(store, f"{REMOVED}/{name}", _MOST) or b""
+        note = msgspec.json.decode(data, type=ready(KeptFiles))
+        return note if is_spelled_as_ours(note.folder) and all(map(is_data_file, note.kept)) else None
+    return None
 
 
 def named_by_index(step: Store) -> Named:

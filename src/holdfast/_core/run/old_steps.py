@@ -6,6 +6,7 @@ import threading
 
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.old_steps import retire
+from holdfast._core.io.refusals import Refusals
 from holdfast._core.run.leftovers import why_kept
 from holdfast._core.store.base import Store
 from holdfast._core.store.retention import Retention, StepFacts, facts_of
@@ -26,21 +27,34 @@ class OldSteps:
         """Cache of facts by folder, so that each index is read once."""
         self._passed: set[str] = set()
         """Cache of folders that are not steps of this run, so that not every save examines them again."""
+        self._refusals = Refusals(store)
 
     def best(self) -> int | None:
         """Return the step with the best metric; None if no step has the metric."""
         return self.rules.best_step([self._read(*found) for found in own_steps(self.store).items()])
 
     def retire(self, step: int, folder: str) -> None:
-        """Remove the steps that no rule keeps, except the step just saved, in `folder`."""
+        """Remove the steps that no rule keeps, except the step just saved, in `folder`. Only logs errors."""
         with self.tidying:
             self.damaged.discard(step)  # it was saved again
             self._passed.discard(folder)
             self.forget(folder)
-            for name in retire(
-                self.store, self.rules, step, self._read_once, self.damaged, self._passed, why_kept
-            ):
-                self.forget(name)
+            if not self._refusals.may_go_on(folder):
+                return
+            try:
+                for name in retire(
+                    self.store,
+                    self.rules,
+                    step,
+                    self._read_once,
+                    self.damaged,
+                    self._passed,
+                    why_kept,
+                    self._refusals,
+                ):
+                    self.forget(name)
+            except HoldfastError as error:
+                self._refusals.tell(error)
 
     def forget(self, folder: str) -> None:
         """Drop the cached facts of a folder."""

@@ -25,6 +25,7 @@ from holdfast._core.store.base import FOLDERS, Store, capabilities, parent
 from holdfast._core.store.local import open_store
 from holdfast._core.store.run_folder import (
     LOOKED_AT,
+    MarkEntries,
     all_step_folders,
     is_only_marked,
     newest_steps,
@@ -204,7 +205,8 @@ def _inside(store: Store, names: list[str]) -> Reason | None:
     with suppress(HoldfastError):  # a folder that this user may not list
         if runs := [name for name in others[:LOOKED_AT] if all_step_folders(store.child(name))]:
             kinds["a run folder", "run folders"] = runs
-        if local := [name for name in others[:LOOKED_AT] if store.stat(f"{name}/{LOCAL}") is not None]:
+        look = MarkEntries(store, others[:LOOKED_AT])
+        if local := [name for name in others[:LOOKED_AT] if look(name, LOCAL) is not None]:
             kinds["the local folder of a run", "local folders of runs"] = local
     if not kinds:
         return None

@@ -50,6 +50,8 @@ LOOKED_AT = 200
 """Maximum number of folders with other names to check in a run folder without steps."""
 AT_ONCE = 16
 """Steps that are looked at at once, if the newest one is not committed, as it usually is."""
+_LOOKS = 2 * AT_ONCE
+"""Maximum number of files that are looked at at once: a store may have a thread for each."""
 STEPS = 10**18
 """Steps are below this number, which tells them from times and hashes in a folder's name."""
 _STEP = re.compile(r"(?:step-|iter_)([0-9]{1,18})\Z")
@@ -194,18 +196,24 @@ def _batches(steps: list[tuple[int, list[str]]]) -> Iterator[list[tuple[int, lis
 
 
 class MarkEntries:
-    """The entries of the marks of some folders, looked at all at once where the store can do that."""
+    """The entries of the marks of some folders, looked at several at once where the store can do that."""
 
     def __init__(self, store: Store, folders: list[str]) -> None:
+        """folders: in the order in which they are asked for; others may be, too."""
         self._store, self._folders = store, folders
-        self._by_name: dict[str, Callable[[str], Entry | None]] = {}
+        self._by_name: dict[str, tuple[list[str], Callable[[str], Entry | None]]] = {}
+        """The last look at files of a name: in which folders, and its entries."""
 
     def __call__(self, folder: str, name: str) -> Entry | None:
-        if name not in self._by_name:
+        folders, look = self._by_name.get(name, ([], self._store.stat))
+        if folder not in folders:
             # Only from this folder on: those before it have another mark, or are of no interest any more.
-            rest = self._folders[self._folders.index(folder) :]
-            self._by_name[name] = look_at_files(self._store, [f"{one}/{name}" for one in rest])
-        return self._by_name[name](f"{folder}/{name}")
+            at = self._folders.index(folder) if folder in self._folders else None
+            folders = [folder] if at is None else self._folders[at : at + _LOOKS]
+            look = look_at_files(self._store, [f"{one}/{name}" for one in folders])
+            if at is not None:
+                self._by_name[name] = folders, look
+        return look(f"{folder}/{name}")
 
 
 def _mark(
@@ -303,10 +311,19 @@ def other_checkpoints(store: Store, names: list[str]) -> Iterator[Marked]:
         return (int(match[2]), bool(match[1])) if match else (-1, False)
 
     folders = sorted((name[:-1] for name in names if name.endswith("/")), key=number, reverse=True)
-    for folder in folders[:LOOKED_AT]:
+    folders = folders[:LOOKED_AT]
+    look = MarkEntries(store, folders)
+    for folder in folders:
+        is_numbered = number(folder)[1]
+        marks = (INDEX, METADATA, *_OTHERS, *(_WEIGHTS if is_numbered else ()))
         with suppress(StorageError):  # a folder that this user may not read is not a step
-            is_numbered = number(folder)[1]
-            mark = _mark(store, folder, (INDEX, METADATA, *_OTHERS, *(_WEIGHTS if is_numbered else ())))
+            try:
+                mark = _mark(store, folder, marks, look)
+            except StorageError:
+                if not capabilities(store).at_once:
+                    raise
+                # It may be another one of those that were looked at at once that can't be read.
+                mark = _mark(store, folder, marks, MarkEntries(store, [folder]))
             # A step that can be loaded was committed after the steps of the run were listed.
             if mark is not None and not (mark in (INDEX, METADATA) and step_of(folder) is not None):
                 yield Marked(folder, mark)
