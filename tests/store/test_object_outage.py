@@ -236,6 +236,13 @@ def refuse_deletions(proxy: Proxy, code: str, times: int) -> list[str]:
     return refused
 
 
+def test_a_run_of_a_job_that_may_not_delete_is_free_once_it_is_closed(proxy: Proxy, place: str) -> None:
+    refuse_deletions(proxy, "AccessDenied", 1000)
+    for step in (1, 2):
+        with holdfast.Checkpoints(place, job=ALONE) as checkpoints:
+            checkpoints.save(step, state(step)).committed()
+
+
 def test_a_deletion_without_the_right_says_so(proxy: Proxy, place: str) -> None:
     refuse_deletions(proxy, "AccessDenied", 1)
     with pytest.raises(StorageError, match=r"these credentials may not delete objects \(s3:DeleteObject"):

@@ -188,11 +188,13 @@ class Lease:
             owner, tail = read_owner(store)
             if not _is_ours(owner):
                 return
+            assert mine is not None
             # A previous owner that may be alive must not find it free; nor must what `prune` needs be lost.
-            if mine is not None and (mine.took or self._attempts):
-                self._publish(store, msgspec.structs.replace(mine, ended=True), tail)
-            else:
-                store.delete(OWNER)
+            if not mine.took and not self._attempts:
+                with suppress(HoldfastError):  # this job may have no right to delete
+                    store.delete(OWNER)
+                    return
+            self._publish(store, msgspec.structs.replace(mine, ended=True), tail)
 
     def _wait_for_silence(self, owner: Owner, tick: Callable[[], None]) -> None:
         """Wait until an owner that this host can't observe stops renewing. Raises Conflict if it is alive."""
