@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._core.base.deadline import Deadline
 from holdfast._core.run import local_tier, owner
 from holdfast._core.store import pins
 from holdfast._core.store.local import open_store
@@ -88,6 +89,8 @@ def test_a_request_between_two_variables_of_new_credentials_is_made_again(
     asked = []
 
     def change(one: Asked) -> Any:
+        if place.rpartition("/")[2] not in one.path:  # a renewal of another test's
+            return forward(one.port, one.method, one.path, one.headers, one.body)
         asked.append(one.method)
         if len(asked) == 1:  # the key is set, and its secret comes while the request is on its way
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "new")
@@ -195,6 +198,38 @@ def test_an_owner_that_can_not_be_renewed_is_warned_of_once(
     finally:
         refused.set()
     assert len(said) == 1, said
+    checkpoints.close()
+
+
+def test_a_renewal_that_was_given_up_and_comes_late_is_no_takeover(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "BEAT", 1000.0)
+    checkpoints = holdfast.Checkpoints(place, job=ALONE)
+    checkpoints.save(1, state()).committed()
+    lease = checkpoints._lease
+    before, tail = lease._read()
+    assert before is not None
+    delayed, arrived = threading.Event(), threading.Event()
+
+    def change(asked: Asked) -> Any:
+        is_first = asked.method == "PUT" and owner.OWNER in asked.path and not delayed.is_set()
+        if is_first:
+            delayed.set()
+            time.sleep(1.5)
+        answer = forward(asked.port, asked.method, asked.path, asked.headers, asked.body)
+        if is_first:
+            arrived.set()
+        return answer
+
+    proxy.change = change
+    with lease._lock, pytest.raises(HoldfastError):
+        lease._write(before, tail, open_store(place).bounded(Deadline(0.5)))
+    assert not arrived.is_set()
+    assert arrived.wait(30)  # after the file was read, and before it is written the next time
+    with lease._lock:
+        lease._write(before, tail)
+    checkpoints.save(2, state(1)).committed()
     checkpoints.close()
 
 

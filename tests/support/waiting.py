@@ -22,8 +22,9 @@ def wait_until(true: Callable[[], object], seconds: float = 30.0) -> None:
             return
         now = time.monotonic()
         assert now < ends, f"not within {seconds:g} s"
-        # A costly look is not to take a core from those that it waits for.
-        time.sleep(max(0.01, 20 * (now - begun)))
+        # A costly look is not to take a core from those that it waits for. One that only waited itself, as for the
+        # GIL, seems costly, too.
+        time.sleep(min(max(0.01, 20 * (now - begun)), 0.5))
 
 
 def wait_for_threads(before: Iterable[threading.Thread]) -> None:

@@ -249,8 +249,16 @@ class Lease:
         return read_owner(self.store)
 
     def _write(self, owner: Owner, replacing: bytes | None, store: Store | None = None) -> None:
+        store = store or self.store
         self._tail = None  # unknown after an error
-        self._tail = self._publish(store or self.store, owner, replacing)
+        try:
+            self._tail = self._publish(store, owner, replacing)
+        except Conflict:
+            # A renewal of this process that was given up may have come late.
+            current, tail = read_owner(store)
+            if not _is_ours(current):
+                raise
+            self._tail = self._publish(store, owner, tail)
         self._mine = owner
 
     def _publish(self, store: Store, owner: Owner, replacing: bytes | None) -> bytes:
