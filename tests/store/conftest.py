@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast._core.run import owner
+from holdfast._core.store import pins
 from tests.support.object_servers import BUCKET, Proxy, moto, s3_environment
 
 
@@ -24,7 +25,8 @@ def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
         monkeypatch.setenv(name, value)
     yield made
     made.rule = lambda *_: "pass"
-    owner._give_back()  # or what a test has left renews its file, also at the next test's proxy
+    for left in (owner, pins):  # or what a test has left makes its requests to the next test's proxy
+        left._give_back()
     made.close()
 
 
