@@ -21,7 +21,14 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from holdfast._core.base.deadline import REAL_CLOCK, Deadline
 from holdfast._core.base.threads import start_thread
-from holdfast._core.store.object_errors import explained, is_answer, is_busy, is_busy_status, missing_package
+from holdfast._core.store.object_errors import (
+    explained,
+    is_answer,
+    is_busy,
+    is_busy_status,
+    is_final,
+    missing_package,
+)
 from holdfast._core.store.schemes import environment
 from holdfast.errors import StorageError
 
@@ -223,7 +230,7 @@ class Client:
             try:
                 result = action()
             except Exception as error:
-                if credentials != current_environment():
+                if is_final(error) and credentials != current_environment():
                     continue  # they were being renewed, one variable after the other
                 self._has_answered = had_answered or is_answer(error)
                 is_over = had_answered and is_busy_status(error)  # obstore has repeated it for PATIENCE
