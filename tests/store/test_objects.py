@@ -252,18 +252,21 @@ def test_other_folders_are_looked_at_many_at_once(proxy: Proxy, place: str, foun
     store, folders = open_store(place), 40
     for path in [*(f"exp-{number}/notes.txt" for number in range(folders)), *filter(None, [found])]:
         rewrite(store, path, b"x")
-    lock, now, most = threading.Lock(), [0], [0]
+    lock, now, most, many = threading.Lock(), [0], [0], threading.Event()
 
-    def slowly(asked: Asked) -> Any:
+    def together(asked: Asked) -> Any:
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
-        time.sleep(0.03)
+        if now[0] > 16:
+            many.set()
+        if asked.method == "HEAD":
+            many.wait(20)
         with lock:
             now[0] -= 1
         return forward(asked.port, asked.method, asked.path, asked.headers, asked.body)
 
-    proxy.change = slowly
+    proxy.change = together
     # One that may not be read hides none of those that are looked at together with it.
     proxy.rule = lambda method, path, query, number: "denied" if "/exp-39/" in path else "pass"
     proxy.requests()
