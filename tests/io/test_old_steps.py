@@ -21,6 +21,7 @@ from holdfast._core.store.local import LocalStore
 from holdfast._tools.checkpoints.inspect import Run, describe
 from holdfast._tools.checkpoints.prune import prune
 from holdfast.errors import HoldfastError
+from tests.support.mounts import remount, unmount
 
 SOLO = holdfast.Job(no_dist=True)
 STATE = {"w": torch.ones(3)}
@@ -123,7 +124,7 @@ def test_old_steps_that_can_not_be_removed_are_told_once(
     for step, folder in enumerate(old, 1):
         holdfast.save(STATE, folder, step=step, job=SOLO)
         subprocess.run(["mount", "--bind", folder, folder], check=True, timeout=30)
-        subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True, timeout=30)
+        remount(folder, "ro,bind")
     try:
         with holdfast.Checkpoints(tmp_path, keep=1, asynchronous=False, job=SOLO) as checkpoints:
             for step in range(9, 13):
@@ -133,12 +134,12 @@ def test_old_steps_that_can_not_be_removed_are_told_once(
             assert told.startswith(f"Old steps of {tmp_path} are not removed, and take up space: Deleting ")
             assert "Read-only file system." in told
             for folder in old:
-                subprocess.run(["umount", folder], check=True, timeout=30)
+                unmount(folder)
             checkpoints.save(13, {"w": torch.zeros(3)})
             assert checkpoints.steps() == [13]
     finally:
         for folder in old:
-            subprocess.run(["umount", "-q", folder], timeout=30)
+            unmount(folder)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -25,6 +25,7 @@ from holdfast._core.store.run_folder import newest_steps, step_of
 from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import BadInput, DeadlineExceeded
 from tests.run import tier_jobs as jobs
+from tests.support.mounts import remount, tmpfs
 from tests.support.processes import ProcessWorld
 
 ALONE = holdfast.Job(no_dist=True)
@@ -580,22 +581,19 @@ def test_a_folder_that_can_only_be_read_is_restored_from(cluster: Cluster, how: 
     folder = cluster.folder / "host-1"
     away = folder.rename(cluster.folder / "away")
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True, timeout=30)
-    try:
+    with tmpfs(folder):
         shutil.copytree(away, folder, dirs_exist_ok=True)
         if how == "read-only":
-            subprocess.run(["mount", "-o", "remount,ro", folder], check=True, timeout=30)
+            remount(folder, "ro")
         else:
             used = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
-            subprocess.run(["mount", "-o", f"remount,size={used}", folder], check=True, timeout=30)
+            remount(folder, f"size={used}")
         step, where, said = cluster.restore()
         assert (step, where) == (2, LOCAL)
         assert sum("local= is used to restore only, so saves go to" in line for line in said) == 1
         found = cluster.save(3)
         assert [[cluster.short(path) for path in paths] for (paths,), _ in found] == [["run", "run"]] * 4
         assert cluster.restore()[:2] == (3, RUN)
-    finally:
-        subprocess.run(["umount", folder], check=True, timeout=30)
 
 
 def test_on_busy_counts_the_saves_that_are_not_durable(cluster: Cluster) -> None:

@@ -23,7 +23,7 @@ from holdfast._tools.checkpoints.prune import prune
 from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import CorruptCheckpoint, HoldfastError, ReplicaMismatch, StorageError, Vanished
 from tests.saving import unchanged_jobs as jobs
-from tests.support.crash import cut_power, die_before, mount_ext4, unmount
+from tests.support.crash import cut_power, die_before, mount_ext4, unmount_ext4
 from tests.support.processes import PRELOAD, ProcessWorld
 from tests.support.threads import on_ranks
 
@@ -139,7 +139,7 @@ def test_killed_at_every_call_and_the_power_cut(tmp_path: Path) -> None:
             if process.exitcode == 0:
                 break
     finally:
-        unmount(place)
+        unmount_ext4(place)
     assert len(survived) > 6
     assert sorted(survived) == survived
     assert [survived[0], survived[-1]] == [False, True]

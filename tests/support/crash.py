@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.mounts import unmount
+
 CALLS = ("open", "mkdir", "pwritev", "write", "fsync", "link", "rename", "replace", "unlink", "rmdir")
 """System calls that change something, as the store makes them."""
 
@@ -50,14 +52,14 @@ def mount_ext4(folder: Path) -> Path:
         ["mount", "-o", "loop", str(image), str(place)],
     ):
         if subprocess.run(command, capture_output=True).returncode:
-            unmount(place)
+            unmount_ext4(place)
             pytest.skip("making and mounting a loop device is not allowed here")
     return place
 
 
-def unmount(place: Path) -> None:
+def unmount_ext4(place: Path) -> None:
     for mounted in (place, place.parent):
-        subprocess.run(["umount", str(mounted)], capture_output=True)
+        unmount(mounted)
 
 
 def cut_power(place: Path) -> None:
@@ -67,5 +69,5 @@ def cut_power(place: Path) -> None:
         fcntl.ioctl(fd, 0x8004587D, struct.pack("I", 2))
     finally:
         os.close(fd)
-    subprocess.run(["umount", str(place)], check=True)
+    unmount(place)
     subprocess.run(["mount", "-o", "loop", str(place.parent / "disk.img"), str(place)], check=True)

@@ -6,8 +6,6 @@ import errno
 import os
 import re
 import signal
-import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from holdfast.errors import (
     Vanished,
 )
 from tests.support.collectives import counted
+from tests.support.mounts import tmpfs
 from tests.support.processes import ProcessWorld
 from tests.support.waiting import wait_until
 from tests.system.checks import (
@@ -261,45 +260,27 @@ def test_sync_that_fails_on_the_committer_leaves_nothing_unsaid(world: ProcessWo
     assert error.rank == 0
 
 
-@pytest.fixture
-def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A file system that is mounted read-only; /sys where mounting is not allowed."""
-    place = tmp_path / "mounted"
-    place.mkdir()
-    mounted = (
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "ro", "none", str(place)], capture_output=True
-        ).returncode
-        == 0
-    )
-    try:
-        yield place if mounted else Path("/sys/kernel")
-    finally:
-        if mounted:
-            subprocess.run(["umount", str(place)], check=True)
-
-
-def test_read_only_folder(world: ProcessWorld, read_only: Path) -> None:
-    error = fails(world, str(read_only / "step-1"), {})
+def test_read_only_folder(world: ProcessWorld, tmp_path: Path) -> None:
+    with tmpfs(tmp_path, "ro"):
+        error = fails(world, str(tmp_path / "step-1"), {})
     assert isinstance(error, StorageError)
-    assert str(read_only / "step-1") in str(error)
-    assert "Read-only" in str(error) or "not permitted" in str(error)
+    assert str(tmp_path / "step-1") in str(error)
+    assert "Read-only" in str(error)
+
+
+def test_folder_of_the_kernel(world: ProcessWorld) -> None:
+    error = fails(world, "/sys/kernel/step-1", {})
+    assert isinstance(error, StorageError)
+    assert "/sys/kernel/step-1" in str(error)
+    assert "not permitted" in str(error) or "Read-only" in str(error)
 
 
 def test_disk_that_is_full(world: ProcessWorld, tmp_path: Path) -> None:
-    place = tmp_path / "small"
-    place.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(place)], capture_output=True
-    ).returncode:
-        pytest.skip("mounting a file system is not allowed here")
-    try:
-        error = fails(world, str(place / "step-1"), {})
-        assert isinstance(error, StorageError)
-        assert "No space left on device" in str(error)
-        assert "Free space" in str(error)
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
+    with tmpfs(tmp_path, "size=300k"):
+        error = fails(world, str(tmp_path / "step-1"), {})
+    assert isinstance(error, StorageError)
+    assert "No space left on device" in str(error)
+    assert "Free space" in str(error)
 
 
 def test_two_jobs_saving_into_one_folder(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tests.cli.test_fetch import make_published, tensors_of
 from tests.frameworks.huggingface import jobs
 from tests.frameworks.huggingface.models import TINY, publish
 from tests.store.faults import FOREVER, Faults
-from tests.support.crash import cut_power, die_before, mount_ext4, unmount
+from tests.support.crash import cut_power, die_before, mount_ext4, unmount_ext4
 from tests.support.processes import ProcessWorld, forked_after
 
 pytestmark = [
@@ -265,7 +265,7 @@ def test_killed_twice(case: str, sources: Path, tmp_path: Path, others: None) ->
 def loop_ext4(tmp_path: Path) -> Iterator[Path]:
     place = mount_ext4(tmp_path)
     yield place
-    unmount(place)
+    unmount_ext4(place)
 
 
 @every_call

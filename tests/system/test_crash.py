@@ -13,7 +13,7 @@ import torch
 
 import holdfast
 from holdfast._core.protocol.job import Job
-from tests.support.crash import cut_power, die_before, mount_ext4, unmount
+from tests.support.crash import cut_power, die_before, mount_ext4, unmount_ext4
 from tests.support.processes import PRELOAD, ProcessWorld
 from tests.system.checks import errors_of
 from tests.system.jobs import load_job, save_job
@@ -91,7 +91,7 @@ def test_committer_killed_in_an_overwrite(
 def loop_ext4(tmp_path: Path) -> Iterator[Path]:
     place = mount_ext4(tmp_path)
     yield place
-    unmount(place)
+    unmount_ext4(place)
 
 
 def test_power_cut_right_after_save(loop_ext4: Path) -> None:
