@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -24,9 +25,8 @@ from holdfast._core.base.threads import start_thread
 from holdfast._core.store.object_errors import (
     explained,
     is_answer,
-    is_busy,
-    is_busy_status,
     is_final,
+    is_passing,
     missing_package,
 )
 from holdfast._core.store.schemes import environment
@@ -39,10 +39,13 @@ PATIENCE = 180.0
 """Seconds for which requests are tried again."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0
 """Seconds before a request is tried again for the first time, and at most; between them they grow."""
+FIRST_ANSWER = 8.0
+"""Seconds for which requests are tried again while the server has not answered any: it may have a wrong
+address, and its user wants to know soon."""
 SLOW = 30.0
 """Seconds after which a warning says that a request has not succeeded yet."""
-_AT_FIRST, _LATER = 10, 100_000
-"""How often a request is tried again, at most, before the server has answered any, and after."""
+_UNBOUNDED = 100_000
+"""Repetitions of a request that are bounded by PATIENCE only."""
 
 log = logging.getLogger("holdfast")
 
@@ -131,13 +134,12 @@ def begin(action: Callable[[], T]) -> Request[T]:
 
 
 class _Handles(NamedTuple):
-    """obstore's stores for a bucket, which differ in how often they try a request again."""
+    """obstore's stores for a bucket: one makes a request once, the other repeats it for PATIENCE seconds."""
 
     made_in: int
     """A hash of the environment, in which credentials may be renewed."""
-    plain: object
-    at_first: object
-    later: object
+    once: object
+    repeating: object
 
 
 class Client:
@@ -155,10 +157,8 @@ class Client:
         self.checking = threading.Lock()
 
     def _make(self) -> _Handles:
-        tries = (0, _AT_FIRST, _LATER)
-        return _Handles(
-            current_environment(), *(_obstore(self.scheme, self.bucket, retries=each) for each in tries)
-        )
+        once, repeating = (_obstore(self.scheme, self.bucket, retries) for retries in (0, _UNBOUNDED))
+        return _Handles(current_environment(), once, repeating)
 
     def _handles(self) -> _Handles:
         if self._made.made_in != current_environment():
@@ -166,21 +166,20 @@ class Client:
         return self._made
 
     @property
-    def plain(self) -> object:
-        """For conditional PUTs, whose replies only `object_publish` understands: they are not repeated."""
-        return self._handles().plain
+    def once(self) -> object:
+        """For requests that `call` repeats, and for conditional PUTs, whose replies only `object_publish`
+        understands."""
+        return self._handles().once
 
     @property
-    def patient(self) -> object:
-        """For the requests of `call`. A server that has not answered yet may have a wrong address, and its
-        user wants to know soon."""
-        return self.lasting if self._has_answered else self._handles().at_first
+    def pages(self) -> object:
+        """For listings: each page is repeated by itself, once the server has answered at all."""
+        return self._handles().repeating if self._has_answered else self.once
 
     @property
-    def lasting(self) -> object:
-        """For requests that may be repeated, to a server that this job has asked before: they are repeated by
-        obstore itself, for PATIENCE seconds."""
-        return self._handles().later
+    def parts(self) -> object:
+        """For uploads: each part is repeated by itself. Another process of the job has had an answer."""
+        return self._handles().repeating
 
     def url(self, key: str) -> str:
         return f"{self.scheme}://{self.bucket}/{key}"
@@ -208,7 +207,7 @@ class Client:
         begun, limit = REAL_CLOCK.now(), PATIENCE + REQUEST
         limit = limit if deadline is None else min(limit, deadline.left())
         warning = SlowWarning(doing, self.url(key), limit)
-        requests = [begin(partial(self._tried, action)) for action in actions]
+        requests = [begin(partial(self._tried, action, begun + limit)) for action in actions]
 
         def results() -> list[T]:
             soon = begun + min(SLOW, limit)
@@ -223,23 +222,23 @@ class Client:
 
         return results
 
-    def _tried(self, action: Callable[[], T]) -> T:
-        ends, pause = REAL_CLOCK.now() + PATIENCE, FIRST_PAUSE
+    def _tried(self, action: Callable[[], T], ends: float) -> T:
+        begun, pause = REAL_CLOCK.now(), FIRST_PAUSE
         while True:
-            had_answered, credentials = self._has_answered, current_environment()
+            credentials = current_environment()
             try:
                 result = action()
             except Exception as error:
                 if is_final(error) and credentials != current_environment():
                     continue  # they were being renewed, one variable after the other
-                self._has_answered = had_answered or is_answer(error)
-                is_over = had_answered and is_busy_status(error)  # obstore has repeated it for PATIENCE
-                if is_over or not is_answer(error) or not is_busy(error) or REAL_CLOCK.now() + pause > ends:
+                self._has_answered = self._has_answered or is_answer(error)
+                patience = PATIENCE if self._has_answered else FIRST_ANSWER
+                if not is_passing(error) or REAL_CLOCK.now() + pause > min(ends, begun + patience):
                     raise
             else:
                 self._has_answered = True
                 return result
-            REAL_CLOCK.sleep(pause)
+            REAL_CLOCK.sleep(random.uniform(pause / 2, pause))  # ranks that were refused together come apart
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def call_all(
@@ -291,6 +290,7 @@ def library() -> ModuleType:
 
 
 def _obstore(scheme: str, bucket: str, retries: int) -> object:
+    """Return obstore's handle of a bucket, which repeats each request up to `retries` times."""
     store = library().store
     kinds = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}
     options: dict[str, object] = {

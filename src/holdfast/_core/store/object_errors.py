@@ -86,13 +86,15 @@ def is_answer(error: BaseException) -> bool:
 
 def is_busy(error: BaseException) -> bool:
     """Return whether the server has most likely not executed a request, and may do it later."""
-    return is_busy_status(error) or code_of(error) in _LATER
-
-
-def is_busy_status(error: BaseException) -> bool:
-    """Return whether the status alone says that, so that the library itself repeats the request."""
     status = status_of(error)
-    return status == 429 or status >= 500
+    return status == 429 or (status >= 500 and status != 501) or code_of(error) in _LATER
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return whether the same request may succeed later: the server is busy, or the connection broke off."""
+    text = str(error)
+    broke_off = not is_answer(error) and "HTTP error" in text and "certificate" not in text
+    return broke_off or is_busy(error)
 
 
 def is_final(error: BaseException) -> bool:
@@ -100,7 +102,7 @@ def is_final(error: BaseException) -> bool:
     status = status_of(error)
     if code_of(error) in _LATER:
         return False
-    refused = 300 <= status < 500 and status not in (408, 409, 412, 425, 429)
+    refused = status == 501 or (300 <= status < 500 and status not in (408, 409, 412, 425, 429))
     if status == 404:
         refused = _asks_for_role(error)
     return refused or code_of(error) in _NO_BUCKET
@@ -155,7 +157,8 @@ def explained(doing: str, url: str, error: BaseException, seconds: float) -> Sto
         hint = "Save less often, from fewer ranks at once, or ask your provider for more requests."
     elif status == 501 or code == "NotImplemented":
         why = "this server does not know such requests"
-        hint = "Use a server that knows conditional writes (If-None-Match, If-Match)."
+        needed = {"Deleting": "deletions of several objects in one request", "Writing": "uploads in parts"}
+        hint = f"Use a server that knows {needed.get(doing, 'conditional writes (If-None-Match, If-Match)')}."
     elif status or code:
         said = f"status {status}" if status else "an error"
         said += f" ({code})" if code else ""

@@ -101,7 +101,7 @@ class _Attempt:
 
     def _put(self) -> Meta:
         meta: Meta = library().put(
-            self._client.plain, self._key, self._data, mode=self._mode, use_multipart=False
+            self._client.once, self._key, self._data, mode=self._mode, use_multipart=False
         )
         return meta
 
@@ -142,12 +142,12 @@ class _Attempt:
 
         def look() -> tuple[Meta, bytes]:
             try:
-                found = obstore.get(self._client.lasting, self._key, options={"range": (first, size)})
+                found = obstore.get(self._client.once, self._key, options={"range": (first, size)})
                 return dict(found.meta), bytes(found.bytes())
             except Exception as error:
                 if status_of(error) != 416:
                     raise
-                return obstore.head(self._client.lasting, self._key), b""  # a shorter object
+                return obstore.head(self._client.once, self._key), b""  # a shorter object
 
         meta, tail = begin(look).result(left(self._deadline))
         return dict(meta) | {"ours": meta["size"] == size and tail == self._data[first:]}
@@ -205,4 +205,4 @@ def _other_than(version: dict[str, str]) -> dict[str, str]:
 def library_delete(client: Client, key: str, deadline: Deadline | None) -> None:
     """Delete an object; a missing one is no error."""
     with suppress(NotFound):
-        client.call("Deleting", key, lambda: library().delete(client.patient, key), deadline)
+        client.call("Deleting", key, lambda: library().delete(client.once, key), deadline)

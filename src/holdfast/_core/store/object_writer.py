@@ -13,7 +13,16 @@ from contextlib import suppress
 
 from holdfast._core.base.deadline import REAL_CLOCK, Deadline
 from holdfast._core.base.values import Buffer
-from holdfast._core.store.object_client import PATIENCE, Client, Request, SlowWarning, begin, left, library
+from holdfast._core.store.object_client import (
+    PATIENCE,
+    Client,
+    Meta,
+    Request,
+    SlowWarning,
+    begin,
+    left,
+    library,
+)
 from holdfast._core.store.object_errors import explained
 from holdfast._core.store.object_publish import library_delete
 from holdfast.errors import StorageError
@@ -112,7 +121,7 @@ class ObjectWriter:
     def _put_parts(self) -> object:
         try:
             return library().put(
-                self._client.lasting, self._key, self._given(), chunk_size=self._part, max_concurrency=AT_ONCE
+                self._client.parts, self._key, self._given(), chunk_size=self._part, max_concurrency=AT_ONCE
             )
         except Exception as error:
             if self._is_whole():
@@ -129,7 +138,12 @@ class ObjectWriter:
     def _is_whole(self) -> bool:
         """Return whether the object is there as a whole: the reply to its last request may be lost."""
         with suppress(Exception):
-            meta = library().head(self._client.lasting, self._key)
+
+            def look() -> Meta:
+                meta: Meta = library().head(self._client.once, self._key)
+                return meta
+
+            meta = self._client.call("Looking at", self._key, look, self._deadline)
             return self._ended and bool(meta["size"] == self._at)
         return False
 
@@ -143,7 +157,7 @@ class ObjectWriter:
                 data = self._buffer
 
                 def put() -> object:
-                    return library().put(self._client.patient, self._key, data, use_multipart=False)
+                    return library().put(self._client.once, self._key, data, use_multipart=False)
 
                 self._client.call("Writing", self._key, put, self._deadline)
                 return

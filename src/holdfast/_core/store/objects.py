@@ -63,12 +63,12 @@ class ObjectReader:
     def _open(self) -> tuple[bytes, Meta]:
         obstore, first = library(), self._first
         try:
-            found = obstore.get(self._client.patient, self._key, options={"range": (first, first + HEAD)})
+            found = obstore.get(self._client.once, self._key, options={"range": (first, first + HEAD)})
             return bytes(found.bytes()), found.meta
         except Exception as error:
             if status_of(error) != 416:  # an empty object has no range
                 raise
-            return b"", obstore.head(self._client.patient, self._key)
+            return b"", obstore.head(self._client.once, self._key)
 
     def read(self, start: int, length: int) -> bytes:
         stop = min(start + length, self.size)
@@ -103,7 +103,7 @@ class ObjectReader:
             options["if_match"] = self._version.get("e_tag")
 
         def get() -> tuple[Buffer, Meta]:
-            found = library().get(self._client.patient, self._key, options=options)
+            found = library().get(self._client.once, self._key, options=options)
             return found.bytes(), found.meta
 
         try:
@@ -237,7 +237,7 @@ class ObjectStore:
 
         def look(key: str) -> Entry | None:
             try:
-                meta = library().head(self._client.patient, key)
+                meta = library().head(self._client.once, key)
             except FileNotFoundError:
                 return None
             return Entry(Kind.FILE, meta["size"], meta["last_modified"].timestamp())
@@ -249,7 +249,7 @@ class ObjectStore:
         prefix = self._key(folder) if folder else self._prefix
 
         def listed() -> list[str]:
-            found = library().list_with_delimiter(self._client.patient, prefix or None)
+            found = library().list_with_delimiter(self._client.pages, prefix or None)
             skip = len(prefix) + 1 if prefix else 0
             folders = {path[skip:] + "/" for path in found["common_prefixes"]}
             files = {meta["path"][skip:] for meta in found["objects"]}
@@ -261,7 +261,7 @@ class ObjectStore:
         """Return whether there is any object in a folder."""
 
         def look() -> bool:
-            pages = library().list(self._client.patient, prefix or None, chunk_size=16)
+            pages = library().list(self._client.pages, prefix or None, chunk_size=16)
             return any(PROBE not in meta["path"] for page in pages for meta in page)
 
         return self._client.call("Listing", prefix, look, self._deadline)
