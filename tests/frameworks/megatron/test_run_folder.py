@@ -11,7 +11,8 @@ import holdfast
 import tests.frameworks.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
 from holdfast import megatron
 from holdfast._core.roster.memory import MemoryRoster
-from holdfast.errors import BadInput
+from holdfast._frameworks.megatron import iterations
+from holdfast.errors import BadInput, StorageError
 from tests.frameworks.megatron.cpu import use_cpu
 from tests.frameworks.megatron.jobs import children_allowed
 from tests.support.processes import ProcessWorld
@@ -59,6 +60,31 @@ def test_a_run_of_a_format_that_does_not_load_is_not_begun_anew(tmp_path: Path) 
             kind(tmp_path, job=holdfast.Job(roster=MemoryRoster())).latest()
     with pytest.raises(BadInput, match="a run of Megatron-LM"):
         megatron.Checkpoints(tmp_path, job=holdfast.Job(roster=MemoryRoster())).load({})
+
+
+def test_a_tracker_that_could_not_be_written_is_told(tmp_path: Path) -> None:
+    with ProcessWorld(1) as world:
+        [said] = world.run(save_where_nothing_is_listed, str(tmp_path), timeout=120)
+    assert said == [f"latest_checkpointed_iteration.txt was not written in {tmp_path}: Listing failed."]
+    assert holdfast.latest(tmp_path) == str(tmp_path / "iter_0000010")
+
+
+def save_where_nothing_is_listed(rank: int, run: str) -> list[str]:
+    use_cpu()
+    from megatron.core import dist_checkpointing as stock
+
+    checkpoints = megatron.Checkpoints(run, asynchronous=False)
+    part = stock.ShardedTensor.from_rank_offsets("w", torch.ones(3))
+    said = list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(iterations, "newest_steps", refused)
+        patch.setattr(iterations.log, "warning", lambda text, *about: said.append(text % about))
+        checkpoints.save(10, {"w": part})
+    return said
+
+
+def refused(*_: object) -> None:
+    raise StorageError("Listing failed.")
 
 
 def test_iterations_stay_by_the_same_rules(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Sequence
@@ -15,6 +16,11 @@ MOST_REFUSED = 3
 """Steps whose removal may fail after one save; after that, the next save goes on."""
 MOST_NOTES = 16
 """Notes of removals (`removal`) that are gone on with after one save."""
+
+_NO_RIGHT = (
+    " Give this job the right to delete there (s3:DeleteObject; storage.objects.delete; in a file system, to "
+    "write to the folders of steps)."
+)
 
 
 class Refusals:
@@ -85,9 +91,8 @@ class Refusals:
         if cause not in self._told:
             self._told.add(cause)
             log.warning(
-                "Old steps of %s are not removed, and take up space: %s Each save tries again. Give this job "
-                "the right to delete there (s3:DeleteObject; storage.objects.delete; in a file system, to "
-                "write to the folders of steps), if it has none.",
+                "Old steps of %s are not removed, and take up space: %s Each save tries again.%s",
                 self._store.url,
                 error.message,
+                _NO_RIGHT if error.details.get("errno") in (errno.EACCES, errno.EPERM) else "",
             )

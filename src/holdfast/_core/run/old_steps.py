@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
+from holdfast._core.format.names import INDEX, LEFT, REMOVED
 from holdfast._core.io.index_file import open_index
-from holdfast._core.io.old_steps import retire
-from holdfast._core.io.refusals import Refusals
+from holdfast._core.io.old_steps import is_removable, remove_step
+from holdfast._core.io.refusals import MOST_REFUSED, Refusals
+from holdfast._core.io.removal import finish_removals
 from holdfast._core.run.leftovers import why_kept
 from holdfast._core.store.base import Store
+from holdfast._core.store.branches import is_left, left_behind
 from holdfast._core.store.retention import Retention, StepFacts, facts_of
-from holdfast._core.store.run_folder import own_steps
+from holdfast._core.store.run_folder import MarkEntries, best_of, by_step, own_steps
 from holdfast.errors import HoldfastError
 
 
@@ -42,19 +46,84 @@ class OldSteps:
             if not self._refusals.may_go_on(folder):
                 return
             try:
-                for name in retire(
-                    self.store,
-                    self.rules,
-                    step,
-                    self._read_once,
-                    self.damaged,
-                    self._passed,
-                    why_kept,
-                    self._refusals,
-                ):
-                    self.forget(name)
+                self._remove(self._going(step))
             except HoldfastError as error:
                 self._refusals.tell(error)
+
+    def _going(self, saved: int) -> list[str]:
+        """Return the folders of the steps that no rule keeps, oldest first.
+
+        Damaged steps do not count as kept steps, and are not removed, so that they can be examined.
+        """
+        rules, store = self.rules, self.store
+        if rules.keep is None:
+            return []
+        names = store.list()
+        if f"{REMOVED}/" in names:
+            finish_removals(store, why_kept, self._refusals)
+        left = left_behind(store) if LEFT in names else {}
+        steps = [
+            (step, folders)
+            for step, folders in by_step(store, names)
+            if step not in self.damaged and not self._passed.issuperset(folders)
+        ]
+        gone = {step for step, folders in steps if any(is_left(store, left, one, INDEX) for one in folders)}
+        steps.sort(key=lambda found: (found[0] not in gone, found[0]))
+        newest_first = steps[::-1]
+        # Those that have `keep` newer ones and don't stay by their number. If there are none, which is
+        # common, no folder is examined.
+        if not any(not rules.stays_by_number(step) for step, _ in newest_first[rules.keep :]):
+            return []
+        removable = self._removable(newest_first, rules.keep)
+        if len(removable) <= rules.keep:
+            return []
+        kept = rules.kept(
+            [
+                (self._read_once(step, folder) if rules.asks_the_index else StepFacts(step))._replace(
+                    left=step in gone
+                )
+                for step, folder in removable.items()
+            ]
+        )
+        # An older step that was saved again may not be among the newest; it stays until the next save.
+        return [folder for step, folder in sorted(removable.items()) if step not in kept and step != saved]
+
+    def _removable(self, newest_first: Sequence[tuple[int, list[str]]], keep: int) -> dict[int, str]:
+        """Return the folder of each step that may be removed, of those that the rules compare."""
+        rules, store = self.rules, self.store
+        # The best step is sought among all that are there, also among those that stay by their number: one
+        # that somebody has deleted must not count as the best. The intervals of a timedelta begin at the
+        # oldest.
+        looked_at = [
+            folder
+            for place, (step, folders) in enumerate(newest_first)
+            if rules.best is not None or place < keep or not rules.stays_by_number(step)
+            for folder in folders
+        ]
+        look, removable = MarkEntries(store, looked_at), dict[int, str]()
+        for step, folders in newest_first:
+            if rules.best is None and len(removable) >= keep and rules.stays_by_number(step):
+                continue  # no other rule compares it with other steps
+            marked = best_of(store, folders, look)
+            if marked is not None and marked.mark == INDEX and is_removable(store, marked.folder):
+                removable[step] = marked.folder
+            else:
+                self._passed.update(folders)
+        return removable
+
+    def _remove(self, folders: Sequence[str]) -> None:
+        refused = 0
+        for folder in self._refusals.in_turn(folders):
+            try:
+                remove_step(self.store, folder, why_kept)
+            except HoldfastError as error:  # the next save tries again
+                self._refusals.add(folder, error)
+                refused += 1
+                if refused == MOST_REFUSED:
+                    return
+            else:
+                self._refusals.forget(folder)
+                self.forget(folder)
 
     def forget(self, folder: str) -> None:
         """Drop the cached facts of a folder."""

@@ -7,6 +7,7 @@ The protocol (`protocol.core.save_steps`) drives a `SaveJob`: it calls `enter`, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -40,6 +41,7 @@ from holdfast._core.store.base import Entry, Folder, Kind, capabilities, look_at
 from holdfast._core.store.local import open_store
 from holdfast.errors import CommitUnconfirmed, HoldfastError, IdleRanks, SaveFailed, StorageError
 
+log = logging.getLogger("holdfast")
 _NO_FOLDERS = Entry(Kind.FOLDER, 0, 0.0)
 
 
@@ -305,8 +307,10 @@ class SaveJob:
         # Not before the commit: until the new index is durable, a crash must leave the old checkpoint whole.
         remove_replaced(self.store, self.commit.replaced, but=self.commit.file_names)
         if self.request.after is not None:
-            with suppress(HoldfastError):
+            try:
                 self.request.after()
+            except HoldfastError as error:
+                log.warning("%s is committed; tidying its run folder failed: %s", self.store.url, error)
 
     def discard(self) -> None:
         """Delete this rank's files after a failure, if no index can refer to them."""

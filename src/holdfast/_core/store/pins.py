@@ -192,7 +192,7 @@ class _PinFile:
             if error.details.get("errno") == errno.EACCES:
                 raise
             log.warning(
-                "%s is read without a pin until one can be written, and another job may remove it: %s",
+                "%s is read without a pin until one can be written, and `keep=` or `prune` may remove it: %s",
                 store.url,
                 error.message,
             )

@@ -3,6 +3,7 @@ names the newest committed one."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -23,6 +24,9 @@ from holdfast._frameworks.megatron.errors import of_megatron
 from holdfast._frameworks.megatron.metadata import mark, write_after_commit
 from holdfast._frameworks.megatron.saving import read_state_dict
 from holdfast._models.huggingface.export import ExportReport, run_export
+from holdfast.errors import HoldfastError
+
+log = logging.getLogger("holdfast")
 
 
 class Checkpoints(RunFolder):
@@ -125,5 +129,9 @@ class Checkpoints(RunFolder):
         self._retire(iteration)
         with self._old.tidying:
             # Not always this one: with several saves in flight, a newer one may have been committed before.
-            newest = next(iter(newest_steps(self.store, 1)), iteration)
-            write_after_commit(self.store, TRACKER, str(newest))
+            try:
+                newest = next(iter(newest_steps(self.store, 1)), iteration)
+            except HoldfastError as error:
+                log.warning("%s was not written in %s: %s", TRACKER, self.store.url, error)
+            else:
+                write_after_commit(self.store, TRACKER, str(newest))
