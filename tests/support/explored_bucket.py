@@ -131,7 +131,7 @@ def _meta(key: str, data: bytes) -> dict[str, Any]:
 class _Library:
     def put(self, client: str, key: str, data: bytes, mode: Any = None, use_multipart: bool = False) -> Any:
         assert not use_multipart
-        assert client == "plain" or mode is None, "obstore repeats it, and takes our object for another's"
+        assert client == "once" or mode is None, "obstore repeats it, and takes our object for another's"
         put = Put(key, bytes(data), mode["e_tag"] if isinstance(mode, dict) else mode)
         _ask(put)
         return {"e_tag": e_tag_of(put.data), "version": None}
@@ -214,7 +214,7 @@ def in_place_of_obstore() -> Iterator[None]:
                 if hasattr(module, name) and (name != "os" or module is object_publish):
                     patches.enter_context(patch.object(module, name, value))
         patches.enter_context(
-            patch.object(object_client, "_obstore", lambda *_, retries: "patient" if retries else "plain")
+            patch.object(object_client, "_obstore", lambda *_, retries: "repeating" if retries else "once")
         )
         yield
 

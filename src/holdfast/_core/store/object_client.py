@@ -157,7 +157,7 @@ class Client:
         self.checking = threading.Lock()
 
     def _make(self) -> _Handles:
-        once, repeating = (_obstore(self.scheme, self.bucket, retries) for retries in (0, _UNBOUNDED))
+        once, repeating = (_obstore(self.scheme, self.bucket, retries=times) for times in (0, _UNBOUNDED))
         return _Handles(current_environment(), once, repeating)
 
     def _handles(self) -> _Handles:
