@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 import holdfast
-from tests.frameworks.huggingface.models import weights
+from tests.frameworks.huggingface.models import edit_config, rewrite, weights
 
 BRIDGES = {
     "gemma": "gemma.gemma_bridge.GemmaBridge",
@@ -43,6 +44,23 @@ PUBLISHERS = {
 """Parts of names for which the converters have others."""
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 """Beginnings of published names of parts that are not converted."""
+V4 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+KIMI = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 16,
+                "symmetric": True,
+            },
+        }
+    },
+}
 SIZES = SimpleNamespace(
     num_attention_heads=4, num_query_groups=2, kv_channels=8, hidden_size=32, attention_output_gate=False
 )
@@ -69,11 +87,58 @@ def compare(rank: int, name: str, folder: str) -> tuple[int, list[str], list[str
     for part, other in PUBLISHERS.items():
         there = {key.replace(part, other): value for key, value in there.items()}
     converted, used = _by_bridge(bridge, there)
-    state = {key: torch.zeros_like(value) for key, value in converted.items()}
-    holdfast.load(state, folder, job=holdfast.Job(no_dist=True))
-    unlike = [key for key, value in converted.items() if not torch.equal(value, state[key])]
+    unlike = _unlike(converted, folder)
     unused = {key for key in there if not key.startswith(OTHER_PARTS)} - used
     return len(converted), unlike, sorted(unused)
+
+
+def compare_quantized(rank: int, name: str, folder: str) -> tuple[int, list[str]] | None:
+    """Quantize a folder by Megatron-Bridge's functions, convert it by its converter, and load it; return how many
+    tensors are quantized, and the names of those that differ. None if the installed version has no such converter."""
+    module, _, cls = BRIDGES[name].rpartition(".")
+    try:
+        utils = import_module("megatron.bridge.models.conversion.quantization_utils")
+        bridge: Any = getattr(import_module(f"megatron.bridge.models.{module}"), cls)()
+    except ModuleNotFoundError:
+        return None
+    there = weights(Path(folder))
+    quantize, about = {"deepseek_v4": (_as_deepseek_v4, V4), "kimi_k25": (_as_kimi, KIMI)}[name]
+    parts = {key: quantize(utils, key, value) for key, value in there.items()}
+    rewrite(Path(folder), {key: value for made in parts.values() for key, value in made.items()})
+    edit_config(Path(folder), quantization_config=about)
+    stored = {key: value for made in parts.values() for key, value in made.items()}
+    for part, other in PUBLISHERS.items():
+        stored = {key.replace(part, other): value for key, value in stored.items()}
+        there = {key.replace(part, other): value for key, value in there.items()}
+    values = {key: bridge.maybe_modify_loaded_hf_weight(key, stored) for key in there}
+    return sum(len(made) > 1 for made in parts.values()), _unlike(_by_bridge(bridge, values)[0], folder)
+
+
+def _unlike(converted: dict[str, torch.Tensor], folder: str) -> list[str]:
+    state = {key: torch.zeros_like(value) for key, value in converted.items()}
+    holdfast.load(state, folder, job=holdfast.Job(no_dist=True))
+    return [key for key, value in converted.items() if not torch.equal(value, state[key])]
+
+
+def _as_deepseek_v4(utils: Any, key: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Routed experts in 4 bits, other linear layers in 8, as DeepSeek V4 Flash is published."""
+    if not re.search(r"\.(w[1-3]|w[qo]_[ab]|wkv)\.weight", key) or "compressor" in key:
+        return {key: value}
+    e8m0 = torch.float8_e8m0fnu
+    if ".experts." in key:
+        scales = torch.ones(len(value), value.shape[1] // 32).to(e8m0)
+        elements, scales = utils.quantize_mxfp4_e2m1_like_scale(value, scales)
+    else:
+        elements, scales = utils.quantize_fp8_e4m3fn_like_scale(value, torch.ones(1, 1).to(e8m0))
+    return {key: elements, key.removesuffix("weight") + "scale": scales}
+
+
+def _as_kimi(utils: Any, key: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Routed experts in whole numbers of 4 bits, as Kimi K2.5 is published."""
+    if ".experts." not in key:
+        return {key: value}
+    packed, scales, shape = utils.quantize_to_int4(value, group_size=16)
+    return {f"{key}_packed": packed, f"{key}_scale": scales, f"{key}_shape": torch.as_tensor(shape)}
 
 
 def _by_bridge(bridge: Any, there: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:

@@ -32,6 +32,7 @@ from holdfast._models.huggingface.export import FILE_BYTES, run_export
 from holdfast._models.huggingface.importing import published_folder
 from holdfast._models.huggingface.published_tensors import config_of, view_to_export
 from holdfast._models.views.family import OUTPUT, View
+from holdfast._models.views.published_model import quantization_of
 from holdfast.errors import (
     BadInput,
     CoverageError,
@@ -217,6 +218,6 @@ def _check(weights: LiveWeights, place: str, call: Call, to_load: bool) -> None:
 def _exported_view(folder: str) -> View:
     base = open_local(folder, "An export")
     published_folder(base)
-    if "quantization_config" in config_of(base):
+    if quantization_of(config_of(base)) is not None:
         raise BadInput(f"{base.url} holds a quantized model")
     return view_to_export(base)

@@ -19,14 +19,7 @@ import msgspec
 
 from holdfast._core.layout.box import whole
 from holdfast._core.layout.patterns import refuse_text
-from holdfast._core.layout.tensor import (
-    CODE_OF,
-    DTYPES,
-    FLOATS,
-    Dims,
-    TensorSpec,
-    less_exact,
-)
+from holdfast._core.layout.tensor import CODE_OF, DTYPES, FLOATS, Dims, TensorSpec, less_exact
 from holdfast._core.plan.agreement import what
 from holdfast._core.protocol.call import check_names
 from holdfast._models.equality.adapted import alternatives, merge_told, side_with_adapter
@@ -35,7 +28,14 @@ from holdfast._models.equality.name_prefix import leave_out_prefix
 from holdfast._models.equality.pair_reader import PairReader
 from holdfast._models.equality.pairs import Pair, Region
 from holdfast._models.equality.parts import wrong_ranks
-from holdfast._models.equality.sides import FolderOrFingerprints, FolderSide, LiveSide, Side, leads, open_side
+from holdfast._models.equality.sides import (
+    FolderOrFingerprints,
+    FolderSide,
+    LiveSide,
+    Side,
+    leads,
+    open_sides,
+)
 from holdfast._models.equality.verdict import Same, Unlike
 from holdfast._models.views.published import published_regions
 from holdfast._models.views.quantized import IN_8_BITS, base_of, scales_of
@@ -77,7 +77,7 @@ def same(
     check_names(include=include, exclude=exclude)
     refuse_text(include=include, exclude=exclude)
     with ExitStack() as opened:
-        first, second = (open_side(place, opened) for place in (a, b))
+        first, second = open_sides(a, b, opened)
         swapped = leads(second, first)
         lead, other = (second, first) if swapped else (first, second)
         keep = leave_out_prefix(lead, other, include, exclude)

@@ -34,7 +34,9 @@ from holdfast._models.equality.parts import EngineFingerprint, EnginePart
 from holdfast._models.equality.rounding import Rounded
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.hugging_face import weights_file
+from holdfast._models.views.packed_form import PackedForm
 from holdfast._models.views.published_model import PublishedModel
+from holdfast._models.views.quantized import unpacked_name
 from holdfast._models.views.sources import IndexedModel
 from holdfast.errors import BadInput, NotCommitted
 
@@ -51,6 +53,12 @@ class LiveSide:
         self.prefix = ""
         self._known = known
         self._stored_name: dict[str, str] = {}
+
+    def packed(self) -> dict[str, PackedForm]:
+        return {}
+
+    def unpack(self, forms: Mapping[str, PackedForm]) -> None:
+        """Do nothing: a state has no packed tensors."""
 
     def leave_out(self, prefix: str) -> None:
         """Leave out a prefix of names from now on."""
@@ -119,6 +127,20 @@ class FolderSide:
     def _specs(self) -> dict[str, TensorSpec]:
         return {spec.name: spec for spec in self._columns.specs() if spec.kind == TENSOR}
 
+    def packed(self) -> dict[str, PackedForm]:
+        """Return how elements are packed, by the names of their tensors."""
+        if (model := self.published) is None:
+            return {}
+        forms = {name: model.packed(name) for name in map(unpacked_name, self._specs)}
+        return {name: form for name, form in forms.items() if form is not None}
+
+    def unpack(self, forms: Mapping[str, PackedForm]) -> None:
+        """From now on, have these tensors unpacked and multiplied by their scales."""
+        for name, form in forms.items():
+            for part in (form.stored.name, form.scales.name, f"{name}_shape"):
+                self._specs.pop(part, None)
+            self._specs[name] = TensorSpec(name, CODE_OF["float32"], form.shape)
+
     def leave_out(self, prefix: str) -> None:
         """Leave out a prefix of names from now on."""
         self.prefix = prefix
@@ -155,7 +177,7 @@ class FolderSide:
     def read(self, spec: TensorSpec, box: Box, dtype: int) -> torch.Tensor:
         spec = spec._replace(name=self.stored_name(spec.name))
         (tensor,), used = read_boxes(self.store, self.source, [Wanted(spec, box, dtype)])
-        self.used |= used
+        self.used |= used | {unpacked_name(name) for name in used}
         return tensor
 
 
@@ -192,7 +214,17 @@ def _fingerprints(place: Mapping[str, object]) -> Mapping[str, Fingerprint]:
     return found
 
 
-def open_side(place: FolderOrFingerprints, opened: ExitStack) -> Side:
+def open_sides(a: FolderOrFingerprints, b: FolderOrFingerprints, opened: ExitStack) -> tuple[Side, Side]:
+    """Open both places. Tensors that they do not hold packed in the same way are unpacked."""
+    first, second = _open_side(a, opened), _open_side(b, opened)
+    forms = first.packed(), second.packed()
+    for side, own, theirs in ((first, *forms), (second, *forms[::-1])):
+        kinds = {name: form.kind for name, form in theirs.items()}
+        side.unpack({name: form for name, form in own.items() if kinds.get(name) != form.kind})
+    return first, second
+
+
+def _open_side(place: FolderOrFingerprints, opened: ExitStack) -> Side:
     if isinstance(place, Mapping):
         return LiveSide(_fingerprints(place))
     store: Store = open_store(place)

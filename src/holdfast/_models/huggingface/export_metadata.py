@@ -15,10 +15,11 @@ from holdfast._core.layout.tensor import DTYPES, FLOATS
 from holdfast._models.huggingface.published_tensors import PublishedTensor
 from holdfast._models.huggingface.quantizing import configuration
 from holdfast._models.views import hub_format as hf
+from holdfast._models.views.published_model import QUANTIZATION
 
 Files: TypeAlias = "list[tuple[str, list[PublishedTensor]]]"
 """The files of an export, each with its tensors in order."""
-_LEFT_OUT = ("quantization_config", hf.WEIGHTS_NAMED)
+_LEFT_OUT = (QUANTIZATION, hf.WEIGHTS_NAMED)
 """Keys of a configuration that describe files which are not written."""
 
 
@@ -49,9 +50,14 @@ def exported_config(config: dict[str, object], files: Files) -> dict[str, object
     for tensor in all_tensors:
         if tensor.code in FLOATS:
             nbytes[tensor.code] += tensor.nbytes
-    changed = {key: value for key, value in config.items() if key not in _LEFT_OUT}
+    changed = {key: _without(value, _LEFT_OUT[0]) for key, value in config.items() if key not in _LEFT_OUT}
     for code, _ in nbytes.most_common(1):
         changed |= {key: DTYPES[code].name for key in hf.CONFIG_DTYPES if isinstance(config.get(key), str)}
     if (quantization := configuration(all_tensors)) is not None:
-        changed["quantization_config"] = quantization
+        changed[QUANTIZATION] = quantization
     return changed
+
+
+def _without(value: object, key: str) -> object:
+    """Return a part of a configuration, such as that of a language model, without a key."""
+    return {name: one for name, one in value.items() if name != key} if isinstance(value, dict) else value

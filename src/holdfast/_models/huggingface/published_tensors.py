@@ -33,7 +33,8 @@ from holdfast._models.views.family import OUTPUT, View, as_published, is_known, 
 from holdfast._models.views.hugging_face import HuggingFaceFolder
 from holdfast._models.views.mapping import same
 from holdfast._models.views.prefixes import prefix_of
-from holdfast._models.views.published_model import read_config
+from holdfast._models.views.published_model import quantization_of, read_config
+from holdfast._models.views.quantized import unpacked_name
 from holdfast._models.views.segments import Segment
 from holdfast.errors import BadInput, CoverageError, MissingTensors
 
@@ -135,7 +136,8 @@ def plan_export(
         view = view_to_export(base)
     else:
         view = as_published(config, f"{base.url}/{hf.CONFIG}", folder.has)
-    published = set(filter(folder.is_weight, folder.names())) if folder is not None else set()
+    stored = filter(folder.is_weight, folder.names()) if folder is not None else ()
+    published = set(map(unpacked_name, stored))
     said = [CODE_OF[str(name)] for name in map(config.get, hf.CONFIG_DTYPES) if name in WRITTEN_AS]
 
     def wanted_code(name: str) -> int | None:
@@ -147,7 +149,7 @@ def plan_export(
     part = _model_part(index, view, published, base, prefix)
     for spec in part.specs:
         name = spec.name.removeprefix(part.prefix)
-        if "quantization_config" in config:
+        if quantization_of(config) is not None:
             _refuse_quantised(index, spec, base)
         segments = (
             # It already has a published name (an import, or transformers' modules).
@@ -315,7 +317,7 @@ def _check_covered(tensor: PublishedTensor, where: str) -> None:
 def _missing(tensors: Sequence[PublishedTensor], folder: HuggingFaceFolder, where: str) -> list[str]:
     """List the tensors of the published folder that the checkpoint lacks. BadInput for exported tensors that
     the folder lacks, or has in another shape."""
-    names = {name.removesuffix("_blocks") for name in folder.names() if folder.is_weight(name)}
+    names = {unpacked_name(name) for name in folder.names() if folder.is_weight(name)}
     mine = {tensor.name for tensor in tensors}
     extra, missing = sorted(mine - names), sorted(names - mine, key=natural)
     if extra:
@@ -325,10 +327,10 @@ def _missing(tensors: Sequence[PublishedTensor], folder: HuggingFaceFolder, wher
             hint=f"The nearest there is {near!r}." if near else "",
         )
     for tensor in tensors:
-        place = folder.place(tensor.name)
-        if place is not None and place.shape != tensor.shape:
+        shape = folder.shape(tensor.name)
+        if shape is not None and shape != tensor.shape:
             raise BadInput(
-                f"{tensor.name!r} has shape {list(place.shape)} in {where}, and the checkpoint's weights "
+                f"{tensor.name!r} has shape {list(shape)} in {where}, and the checkpoint's weights "
                 f"make {list(tensor.shape)} of it."
             )
     return missing

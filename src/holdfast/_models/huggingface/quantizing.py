@@ -20,6 +20,7 @@ from holdfast._core.store.local import LocalStore
 from holdfast._models.huggingface.published_tensors import PublishedTensor, config_of
 from holdfast._models.views.hub_format import CONFIG
 from holdfast._models.views.hugging_face import HuggingFaceFolder
+from holdfast._models.views.published_model import quantization_of
 from holdfast._models.views.quantized import IN_8_BITS, SUFFIXES, block_of
 from holdfast.errors import BadInput
 
@@ -101,7 +102,7 @@ def quantized(tensors: Sequence[PublishedTensor], base: LocalStore) -> list[Publ
     folder = HuggingFaceFolder.at(base)
     places = map(folder.place, folder.names()) if folder is not None else ()
     in_8_bits = {place.name for place in places if place is not None and place.code == IN_8_BITS}
-    block = block_of(config_of(base).get("quantization_config"), f"{base.url}/{CONFIG}")
+    block = block_of(quantization_of(config_of(base)), f"{base.url}/{CONFIG}")
     sides = (block if in_8_bits else None) or _SIDES
     made: list[PublishedTensor] = []
     for tensor in tensors:

@@ -15,6 +15,7 @@ from holdfast._core.layout.tensor import Dims, nearest
 from holdfast._models.views import tables
 from holdfast._models.views.entries import NUMBER, Family, Found, TableEntry
 from holdfast._models.views.mapping import WAYS
+from holdfast._models.views.quantized import unpacked_name
 from holdfast._models.views.rules import Rule
 from holdfast._models.views.segments import Segment, Sizes
 from holdfast._models.views.sizes import Numbers, sizes_of
@@ -119,7 +120,7 @@ class View:
         """Return whether the table names a published tensor."""
         if self._is_unchanged(published) or self.is_unused(published):
             return True
-        return _numbered(published.removesuffix("_blocks")) in self._possible
+        return _numbered(unpacked_name(published)) in self._possible
 
     def is_of_language_model(self, published: str) -> bool:
         """Return whether a published name begins as those of the language model do."""

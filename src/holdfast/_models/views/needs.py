@@ -18,7 +18,14 @@ from holdfast._core.layout.tensor import TENSOR, Dims, TensorSpec
 from holdfast._models.views.entries import TableEntry
 from holdfast._models.views.family import View
 from holdfast._models.views.mapping import shape_made
-from holdfast._models.views.quantized import IN_8_BITS, base_of, is_scale, scales_of
+from holdfast._models.views.quantized import (
+    BYTES,
+    IN_8_BITS,
+    PACKED,
+    base_of,
+    is_scale,
+    scales_of,
+)
 from holdfast._models.views.rank_share import ModelSizes, RankShare, how_cut
 from holdfast.errors import BadInput
 
@@ -81,9 +88,18 @@ def of_published(view: View | None, specs: Specs, share: RankShare) -> Needs:
                         boxes[published].append(box)
     depths = _depths(specs)
     unknown = {name for name in _unclaimed(view, specs) if _of_stage(name, share, depths)}
-    scales = {found for name in {*boxes, *unknown} if (found := scales_of(name, specs.__contains__))}
+    scales = {found for name in {*boxes, *unknown} for found in _beside(name, specs)}
     boxes |= {name: [whole(specs[name].shape)] for name in unknown | scales}
     return Needs({name: union(some) for name, some in boxes.items()}, frozenset(unknown))
+
+
+def _beside(name: str, specs: Specs) -> Iterator[str]:
+    """Yield what belongs to a quantized tensor: its scales, and of a packed one the shape."""
+    base = name.removesuffix(PACKED)
+    if (scales := scales_of(base, specs.__contains__)) is not None:
+        yield scales
+    if f"{base}_shape" in specs:
+        yield f"{base}_shape"
 
 
 def _names_held(entry: TableEntry, share: RankShare) -> Iterator[tuple[str, dict[str, int]]]:
@@ -105,10 +121,12 @@ def _parts_held(
     rule, published = view.rule(entry, numbers)
     # A family has names for several ways in which megatron-core builds a layer, and for parts that only some
     # models have. The load will report what is missing.
-    if any(one not in specs for one in published):
+    packed = [one + PACKED if one + PACKED in specs else one for one in published]
+    if any(one not in specs for one in packed):
         return
-    if rule.layout is not None:  # which of the two a folder has is not told here
-        yield from ((one, whole(specs[one].shape)) for one in published)
+    # Which of the two layouts a folder has is not told here, nor how many elements a number holds.
+    if rule.layout is not None or any(one.endswith(PACKED) or specs[one].dtype in BYTES for one in packed):
+        yield from ((one, whole(specs[one].shape)) for one in packed)
         return
     shape = shape_made(rule.way, [specs[one].shape for one in published], view.sizes)
     for box in share.boxes(name, shape, 2 if entry.rule.way in _GATED else 1):
@@ -130,11 +148,11 @@ def _unclaimed(view: View | None, specs: Specs) -> list[str]:
     possible = chain.from_iterable(map(view.possible, ours))
     known = {_HOLES.sub("#", name) for name in possible}
 
-    def in_8_bits(name: str) -> bool:
-        return name in specs and specs[name].dtype == IN_8_BITS
+    def is_quantized(name: str) -> bool:
+        return name + PACKED in specs or (name in specs and specs[name].dtype in (IN_8_BITS, *BYTES))
 
     def weight(name: str) -> str:
-        return base_of(name) if is_scale(name, in_8_bits) else name
+        return base_of(name) if is_scale(name, is_quantized) else name.removesuffix(PACKED)
 
     return [name for name in specs if _NUMBERS.sub("#", weight(name)) not in known]
 

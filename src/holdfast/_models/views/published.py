@@ -20,10 +20,11 @@ from holdfast._core.state.memory import ShiftedMemory, TensorMemory, check_is_vi
 from holdfast._models.views.adapted import merged_into
 from holdfast._models.views.adapter import PREFIX, stored_name
 from holdfast._models.views.hub_format import Place
+from holdfast._models.views.packed import is_packed, packed_part
 from holdfast._models.views.published_model import PublishedModel
 from holdfast._models.views.quantized import IN_8_BITS
 from holdfast._models.views.reordered import as_published
-from holdfast._models.views.scaled import in_8_bits, is_packed, packed_part
+from holdfast._models.views.scaled import in_8_bits
 from holdfast._models.views.segments import MINUS_ONE, Segment
 from holdfast.errors import BadInput, LoadFailed, MissingTensors, ShapeMismatch
 
@@ -52,9 +53,10 @@ def published_regions(source: PublishedModel, spec: TensorSpec) -> list[tuple[in
     used = [segment for segment in segments if not segment.is_copy]
     for segment in used:
         place = source.place(segment.name)
-        if place is None and not is_packed(source, segment.name):
+        packed = is_packed(source, segment.name)
+        if place is None and not packed:
             raise _not_there(source, segment.name, spec)
-        code = place.code if place is not None else CODE_OF["float32"]
+        code = CODE_OF["float32"] if place is None or packed else place.code
         if segment.change or code == IN_8_BITS != spec.dtype:
             code = CODE_OF["float32"]
         regions.append((code, segment.box))
@@ -97,13 +99,14 @@ class _Look:
     ) -> None:
         place = self.source.place(spec.name)
         as_it_is = place is not None and (place.shape == spec.shape or not self._has_layouts(spec.name))
-        scaled = place is not None and place.code == IN_8_BITS != spec.dtype
+        packed = spec.dtype in FLOATS and is_packed(self.source, spec.name)
+        scaled = packed or (place is not None and place.code == IN_8_BITS != spec.dtype)
         if place is not None and as_it_is and not scaled and spec.name not in self.source.changes:
             self._check_dtype(place, spec)
             self.seen.extend(table.take([row]))
             return
         segments: list[Segment]
-        if as_it_is or is_packed(self.source, spec.name):
+        if as_it_is or packed:
             axes = tuple(range(len(spec.shape)))
             segments = [Segment(box, spec.name, box.offset, axes, spec.shape)]
         elif self.source.config and self.source.view_for(spec.name).knows(spec.name):
@@ -156,7 +159,7 @@ class _Look:
     def _add_segment(self, segment: Segment, spec: TensorSpec, target: torch.Tensor) -> None:
         place, theirs = self.source.place(segment.name), segment.theirs(segment.box)
         view = as_published(target, segment.axes, len(theirs.shape))
-        if place is None and is_packed(self.source, segment.name):
+        if is_packed(self.source, segment.name):
             some = packed_part(self.source, segment, spec, view)
             self.seen.add(some.spec, some.box, (0, 1), False, some)
             return
@@ -206,7 +209,8 @@ class _Look:
             raise ShapeMismatch(
                 f"{self.source.where} holds {place.name!r} in {DTYPES[place.code].name}, and {spec.name!r} "
                 f"is {DTYPES[spec.dtype].name}: Holdfast does not convert between these.",
-                hint="Of quantized models those in e4m3 with scales are read, and those in mxfp4.",
+                hint="Of quantized models those in e4m3 with scales are read, and some in 4 bits: "
+                "docs/huggingface.md.",
                 details={"tensor": spec.name},
             )
 

@@ -22,14 +22,19 @@ from holdfast._models.views.family import (
     output_and_embedding,
     view_of,
 )
-from holdfast._models.views.quantized import IN_8_BITS, is_read, is_scale
+from holdfast._models.views.packed_form import PackedForm, packed_form
+from holdfast._models.views.quantized import BYTES, IN_8_BITS, PACKED, is_read, is_scale, scales_of
 from holdfast.errors import BadInput
 
 if TYPE_CHECKING:
     from holdfast._models.views.adapter import Adapter, Change
 
-_PACKED = ("qweight", "weight_packed")
+_PACKED = ("qweight", f"weight{PACKED}")
 """Names that replace `weight` in a quantized module: by GPTQ and AWQ; by compressed-tensors."""
+
+
+QUANTIZATION = "quantization_config"
+"""Key of a configuration."""
 
 
 class PublishedModel(ForeignSource):
@@ -93,13 +98,20 @@ class PublishedModel(ForeignSource):
         return self.view
 
     def shape(self, name: str) -> Dims | None:
-        """Return the shape of a tensor; None if there is none of that name."""
-        place = self.place(name)
+        """Return the shape of a tensor, of its elements if they are packed; None if there is none of that
+        name."""
+        packed, place = self.packed(name), self.place(name)
+        if packed is not None:
+            return packed.shape
         return None if place is None else place.shape
 
+    def packed(self, name: str) -> PackedForm | None:
+        """Return how the elements of a tensor are packed along its rows; None if they are not."""
+        return packed_form(name, self.place, self.quantization)
+
     @property
-    def _quantization(self) -> object:
-        return self.config.get("quantization_config")
+    def quantization(self) -> object:
+        return quantization_of(self.config)
 
     @property
     def tied(self) -> tuple[str, str] | None:
@@ -115,11 +127,13 @@ class PublishedModel(ForeignSource):
     def is_weight(self, name: str) -> bool:
         if self.adapter is not None and self.is_wrapped and name in self.adapter.trained:
             return False
-        return not is_scale(name, self._is_in_8_bits) and not hf.is_constant(name)
+        return not is_scale(name, self._is_quantized) and not hf.is_constant(name)
 
-    def _is_in_8_bits(self, name: str) -> bool:
+    def _is_quantized(self, name: str) -> bool:
         place = self.place(name)
-        return place is not None and place.code == IN_8_BITS
+        if place is None:
+            return self.has(name + PACKED)
+        return place.code == IN_8_BITS or (place.code in BYTES and scales_of(name, self.has) is not None)
 
     def unnamed(self, names: Iterable[str]) -> list[str]:
         """Return which of these published weights the model's table does not name; none without a table, or
@@ -128,7 +142,7 @@ class PublishedModel(ForeignSource):
         Of a model that has no table itself, and contains a known language model, only names of that count.
         """
         view = self.view_if_known
-        if view is None or not is_read(self._quantization):
+        if view is None or not is_read(self.quantization):
             return []
         inner = view.outer is None and language_model(self.config) is not self.config
         return [
@@ -143,7 +157,9 @@ class PublishedModel(ForeignSource):
         """Raise BadInput if the folder has a weight only in a quantized form that Holdfast does not read."""
         module = name.removesuffix("weight")
         packed = next((module + ending for ending in _PACKED if self.has(module + ending)), "")
-        said = self._quantization
+        if self.packed(name) is not None:
+            return
+        said = self.quantization
         method = said.get("quant_method") if isinstance(said, dict) else None
         if packed or (not is_read(said) and self.has(name)):
             raise BadInput(
@@ -153,6 +169,12 @@ class PublishedModel(ForeignSource):
                 "(base_model).",
                 details={"tensor": name},
             )
+
+
+def quantization_of(config: Mapping[str, object]) -> object:
+    """Return what a configuration says of quantized weights, or that of its language model (Kimi K2.5); None
+    if both say nothing."""
+    return (config if QUANTIZATION in config else language_model(config)).get(QUANTIZATION)
 
 
 def read_config(store: Store) -> dict[str, object] | None:

@@ -1,4 +1,4 @@
-"""Scales of tensors in 8 bits: their names, and which elements share one. No torch.
+"""Quantized tensors: the names of their parts, and which elements share a scale. No torch.
 
 Elements are multiplied by their scale, in every method of `is_read`. Scales of activations and of caches lie
 beside them, and belong to no weight.
@@ -13,15 +13,21 @@ from holdfast._core.layout.tensor import CODE_OF, Dims
 from holdfast.errors import BadInput
 
 IN_8_BITS = CODE_OF["float8_e4m3fn"]
+BYTES = (CODE_OF["int8"], CODE_OF["uint8"])
+"""Dtypes of bytes that hold two elements in 4 bits, if scales lie beside them."""
 SUFFIXES = ("_scale_inv", "_scale")
 """Suffixes of the scales of a tensor: as DeepSeek publishes them, and as compressed-tensors, modelopt and
-fbgemm do."""
+fbgemm do. DeepSeek V4 has `scale` in the place of `weight`."""
+PACKED = "_packed"
+"""Suffix of a tensor of compressed-tensors that holds several whole numbers in each of its elements."""
 _BASES = {
     ".input_scale": ".weight",
     ".activation_scale": ".weight",
     ".output_scale": ".weight",
     ".k_scale": ".k_proj.weight",
     ".v_scale": ".v_proj.weight",
+    ".scale": ".weight",
+    "_shape": "",
     **dict.fromkeys(SUFFIXES, ""),
 }
 """What the endings of scales become in the name of the tensor that they lie beside."""
@@ -39,21 +45,33 @@ def base_of(name: str) -> str:
     return name if ending is None else name.removesuffix(ending) + _BASES[ending]
 
 
-def is_scale(name: str, in_8_bits: Callable[[str], bool]) -> bool:
-    """Return whether a tensor is scales: of elements in 4 bits, or beside a tensor in 8 bits. Beside any
+def is_scale(name: str, is_quantized: Callable[[str], bool]) -> bool:
+    """Return whether a tensor is scales: of elements in 4 bits, or beside a quantized tensor. Beside any
     other tensor, one of such a name is a weight: models may have one of that name."""
     base = base_of(name)
-    return name.endswith("_scales") or (base != name and in_8_bits(base))
+    return name.endswith("_scales") or (base != name and is_quantized(base))
+
+
+def scale_names(name: str) -> tuple[str, ...]:
+    """Return the names that the scales of a tensor may have."""
+    plain = tuple(name + suffix for suffix in SUFFIXES)
+    return (*plain, name.removesuffix("weight") + "scale") if name.endswith(".weight") else plain
 
 
 def scales_of(name: str, has: Callable[[str], bool]) -> str | None:
     """Return the name of a tensor's scales; None if it has none."""
-    return next((name + suffix for suffix in SUFFIXES if has(name + suffix)), None)
+    return next(filter(has, scale_names(name)), None)
+
+
+def unpacked_name(name: str) -> str:
+    """Return the name of a tensor that is published in 4 bits under this one; else the name itself."""
+    return name.removesuffix("_blocks").removesuffix(PACKED)
 
 
 def is_read(quantization: object) -> bool:
     """Return whether Holdfast reads weights that `quantization_config` describes: in `fp8`, `mxfp4`,
-    `fbgemm_fp8`, and those of compressed-tensors and modelopt in which all weights are floats of 8 bits."""
+    `fbgemm_fp8`, those of modelopt and compressed-tensors in which all weights are floats of 8 bits, and
+    those of `whole_numbers`."""
     if not isinstance(quantization, Mapping):
         return True
     method = quantization.get("quant_method")
@@ -61,8 +79,27 @@ def is_read(quantization: object) -> bool:
         return str(quantization.get("quant_algo")).startswith("FP8")
     if method == "compressed-tensors":
         groups = _weights(quantization)
-        return bool(groups) and all(map(_is_float_of_8_bits, groups))
+        return bool(groups) and (
+            all(map(_is_float_of_8_bits, groups)) or whole_numbers(quantization) is not None
+        )
     return method in _PLAIN_METHODS
+
+
+def whole_numbers(quantization: object) -> tuple[int, int] | None:
+    """Return the bits of whole numbers that compressed-tensors has packed, and how many of a row share a
+    scale (0: all); None if the configuration describes weights in another way, or in several."""
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "compressed-tensors":
+        return None
+    found = set[tuple[int, int]]()
+    for weights in _weights(quantization):
+        bits, strategy = weights.get("num_bits"), weights.get("strategy")
+        group = {"group": weights.get("group_size"), "channel": 0}.get(str(strategy))
+        is_plain = weights.get("type") == "int" and weights.get("symmetric") is not False
+        if not is_plain or bits not in (4, 8) or type(group) is not int or group < 0:
+            return None
+        found.add((bits, group))
+    is_packed = quantization.get("format") == "pack-quantized"
+    return found.pop() if is_packed and len(found) == 1 else None
 
 
 def _weights(quantization: Mapping[str, object]) -> list[Mapping[str, object]]:
