@@ -3,6 +3,11 @@ row (`packed_form`). They are multiplied by their scales as they are read."""
 
 from __future__ import annotations
 
+from functools import cache
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from holdfast._core.layout.box import Box
@@ -11,10 +16,11 @@ from holdfast._core.state.memory import TensorMemory, torch_dtype
 from holdfast._models.views.hub_format import Place
 from holdfast._models.views.packed_form import PackedForm
 from holdfast._models.views.published_model import PublishedModel
-from holdfast._models.views.scaled import no_scales, values_of
+from holdfast._models.views.scaled import AT_ONCE, no_scales, values_of
 from holdfast._models.views.segments import Segment
 from holdfast.errors import ShapeMismatch
 
+Floats: TypeAlias = npt.NDArray[np.float32]
 _BYTES = CODE_OF["uint8"]
 _BLOCKS, _SCALES = "_blocks", "_scales"
 """Suffixes of the two tensors that are published for a tensor in mxfp4."""
@@ -100,28 +106,31 @@ class PackedRows(TensorMemory):
         self.box = Box((first, begin), (rows, end - begin))
 
     def put(self, box: Box, values: torch.Tensor) -> None:
-        form = self._form
+        form, table = self._form, _table(self._form.bits, self._form.is_float)
         first, begin = (a + b for a, b in zip(self.box.offset, box.offset, strict=True))
         begin *= form.per
         # Of the numbers at the ends, this rank may have some elements only.
         low, high = max(begin, self._columns[0]), min(begin + values.shape[1] * form.per, self._columns[1])
         groups = torch.arange(low, high) // form.group
-        step = max(_AT_ONCE // (values.shape[1] * values.element_size()), 1)
+        step = max(AT_ONCE // (values.shape[1] * form.per), 1)
+        scales = values_of(self._source, form.scales, (first, len(values))).view(len(values), -1)
         for start in range(0, len(values), step):
             some = values[start : start + step]
-            scales = values_of(self._source, form.scales, (first + start, len(some)))
-            numbers = self._unpacked(some)[:, low - begin : high - begin]
-            numbers = numbers * scales.view(len(some), -1)[:, groups]
-            offset = (box.offset[0] + start, low - self._columns[0])
-            super().put(Box(offset, tuple(numbers.shape)), numbers)
+            elements = table.take(some.view(torch.uint8).numpy(), axis=0).reshape(len(some), -1)
+            numbers = torch.from_numpy(elements)[:, low - begin : high - begin]
+            numbers *= scales[start : start + step].index_select(1, groups)
+            super().put(Box((box.offset[0] + start, low - self._columns[0]), tuple(numbers.shape)), numbers)
 
-    def _unpacked(self, values: torch.Tensor) -> torch.Tensor:
-        if self._form.is_float:
-            return _unpacked(values.view(torch.uint8))
-        bits = self._form.bits
-        shifts = torch.arange(self._form.per, dtype=torch.int32) * bits
-        elements = (values[..., None] >> shifts) & ((1 << bits) - 1)
-        return elements.flatten(-2).float() - (1 << (bits - 1))
+
+@cache
+def _table(bits: int, is_float: bool) -> Floats:
+    """Return the elements in each byte. The bytes of a number are in the order of its elements."""
+    half = 1 << (bits - 1)
+    values = [*_VALUES, *(-value for value in _VALUES)] if is_float else range(-half, half)
+    lower_first = [
+        [values[byte >> shift & (2 * half - 1)] for shift in range(0, 8, bits)] for byte in range(256)
+    ]
+    return np.asarray(lower_first, np.float32)
 
 
 class PackedPart(TensorMemory):

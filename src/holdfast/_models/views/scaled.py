@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from holdfast._core.layout.box import Box
+from holdfast._core.io.raw_read import slabs
+from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, FLOATS, Dims
 from holdfast._core.state.memory import TensorMemory, torch_dtype
 from holdfast._models.views.hub_format import Place
@@ -24,6 +25,12 @@ from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 SCALE_CODES = (*FLOATS, CODE_OF["float8_e8m0fnu"])
 """Dtypes of the scales of elements in 8 bits."""
+
+
+AT_ONCE = 1 << 18
+"""Elements that are multiplied at once: so many stay in a core's cache."""
+_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+"""The values of e4m3. To look them up takes a third of the time of torch's conversion."""
 
 
 def in_8_bits(source: PublishedModel, place: Place, target: torch.Tensor, origin: Dims) -> TensorMemory:
@@ -111,8 +118,11 @@ class _In8Bits(TensorMemory):
         self._origin, self._scales, self._sides = origin, scales, sides
 
     def put(self, box: Box, values: torch.Tensor) -> None:
-        scales = self._scales
-        for axis, side in enumerate(self._sides):
-            first = self._origin[axis] + box.offset[axis]
-            scales = scales.index_select(axis, torch.arange(first, first + box.shape[axis]) // side)
-        super().put(box, values.float() * scales)
+        for part in slabs(whole(box.shape), 1, AT_ONCE):
+            offset = tuple(a + b for a, b in zip(box.offset, part.offset, strict=True))
+            scales = self._scales
+            for axis, side in enumerate(self._sides):
+                first = self._origin[axis] + offset[axis]
+                scales = scales.index_select(axis, torch.arange(first, first + part.shape[axis]) // side)
+            numbers = _NUMBERS.take(values[part.slices()].view(torch.uint8).numpy())
+            super().put(Box(offset, part.shape), torch.from_numpy(numbers).mul_(scales))
