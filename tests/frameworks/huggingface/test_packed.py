@@ -290,3 +290,15 @@ def test_all_ranks_together_need_all_that_is_published(blocks: bool) -> None:
     if not blocks:
         assert not together(needs).unknown
         assert all(len(need.boxes) == len(specs) / 4 for need in needs), "of one layer, two experts of four"
+
+
+def test_what_one_rank_fetches_is_loaded(tmp_path: Path) -> None:
+    packed, values = experts()
+    publish(tmp_path / "published", kimi(), packed, **MODEL)
+    huggingface.fetch(tmp_path / "published", "0", "world=4,pp=2,ep=2", tmp_path / "out")
+    ours = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    part = holdfast.Shard(torch.zeros(1, 1, 128, 32).bfloat16(), (2, 4, 128, 32), (0, 1, 0, 0))
+    holdfast.load({ours: part}, tmp_path / "out", job=holdfast.Job(no_dist=True))
+    name = f"{LAYER.format(0)}.1.{{}}_proj.weight"
+    both = torch.cat([values[name.format("gate")], values[name.format("up")]])
+    assert torch.equal(part.tensor[0, 0], both)
