@@ -106,7 +106,7 @@ class PackedRows(TensorMemory):
         self.box = Box((first, begin), (rows, end - begin))
 
     def put(self, box: Box, values: torch.Tensor) -> None:
-        form, table = self._form, _table(self._form.bits, self._form.is_float)
+        form = self._form
         first, begin = (a + b for a, b in zip(self.box.offset, box.offset, strict=True))
         begin *= form.per
         # Of the numbers at the ends, this rank may have some elements only.
@@ -116,10 +116,15 @@ class PackedRows(TensorMemory):
         scales = values_of(self._source, form.scales, (first, len(values))).view(len(values), -1)
         for start in range(0, len(values), step):
             some = values[start : start + step]
-            elements = table.take(some.view(torch.uint8).numpy(), axis=0).reshape(len(some), -1)
-            numbers = torch.from_numpy(elements)[:, low - begin : high - begin]
+            numbers = _unpacked(some, form.bits, form.is_float)[:, low - begin : high - begin]
             numbers *= scales[start : start + step].index_select(1, groups)
             super().put(Box((box.offset[0] + start, low - self._columns[0]), tuple(numbers.shape)), numbers)
+
+
+def _unpacked(packed: torch.Tensor, bits: int = 4, is_float: bool = True) -> torch.Tensor:
+    """Unpack numbers along the last axis, in float32."""
+    elements = _table(bits, is_float).take(packed.view(torch.uint8).numpy(), axis=0)
+    return torch.from_numpy(elements).flatten(-2)
 
 
 @cache
@@ -178,10 +183,3 @@ class PackedPart(TensorMemory):
         data = self._source.read_rows(self._scales.name, (first, rows))
         scales = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(rows, -1)
         return scales[:: self._step].int() - _BIAS
-
-
-def _unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack 4-bit numbers, two from each byte along the last axis, lower bits first."""
-    table = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
-    pairs = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-    return table[pairs.int()]
