@@ -16,7 +16,7 @@ import torch
 import holdfast
 from holdfast._core.base.deadline import Deadline
 from holdfast._core.run import local_tier, owner
-from holdfast._core.store import pins
+from holdfast._core.store import object_client, pins
 from holdfast._core.store.local import open_store
 from holdfast.errors import HoldfastError, StorageError
 from tests.support.object_servers import Asked, Proxy, forward, hurry
@@ -105,6 +105,30 @@ def test_a_request_between_two_variables_of_new_credentials_is_made_again(
     else:
         assert store.list() == ["before"]
     assert len(asked) == 2
+
+
+def test_credentials_that_come_while_a_connection_is_made_are_used(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, make = open_store(place), object_client._obstore
+    store.publish("before", b"1" * 64, None)
+
+    def renewed_after(scheme: str, bucket: str, retries: int) -> object:
+        made = make(scheme, bucket, retries)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "new")  # the last of them
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
+        return made
+
+    def only_renewed(asked: Asked) -> Any:
+        signed = {name.lower(): value for name, value in asked.headers.items()}["authorization"]
+        if place.rpartition("/")[2] in asked.path and "Credential=renewed/" not in signed:
+            return 403, [], b"<Error><Code>InvalidAccessKeyId</Code><Message>m</Message></Error>"
+        return forward(asked.port, asked.method, asked.path, asked.headers, asked.body)
+
+    monkeypatch.setattr(object_client, "_obstore", renewed_after)
+    proxy.change = only_renewed
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "renewed")
+    assert store.stat("before") is not None
 
 
 # -- no response ----------------------------------------------------------------------------------------

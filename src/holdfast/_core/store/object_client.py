@@ -157,8 +157,9 @@ class Client:
         self.checking = threading.Lock()
 
     def _make(self) -> _Handles:
+        made_in = current_environment()  # before obstore reads it: what is renewed meanwhile is seen next time
         once, repeating = (_obstore(self.scheme, self.bucket, retries) for retries in (0, _UNBOUNDED))
-        return _Handles(current_environment(), once, repeating)
+        return _Handles(made_in, once, repeating)
 
     def _handles(self) -> _Handles:
         if self._made.made_in != current_environment():
