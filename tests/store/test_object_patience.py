@@ -62,6 +62,20 @@ def test_a_server_that_asks_for_fewer_requests_ends_no_save_or_load(
     assert sum(fault in line for line in proxy.requests()) >= 5 * REFUSALS
 
 
+def test_pauses_grow_while_a_server_stays_busy(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of obstore, which draws each by chance."""
+    for name, seconds in (("FIRST_PAUSE", 0.005), ("LONGEST_PAUSE", 5.0), ("PATIENCE", 2.5)):
+        monkeypatch.setattr(object_client, name, seconds)
+    open_store(place).list()
+    proxy.requests()
+    proxy.rule = lambda *_: "503"
+    with pytest.raises(StorageError, match="SlowDown"):
+        open_store(place).list()
+    assert len(proxy.requests()) < 25  # about 8; 60 if they did not grow
+
+
 def test_parts_of_a_save_in_the_background_are_tried_again_as_long(proxy: Proxy, place: str) -> None:
     """Their process only writes parts; the pauses there are those of a user."""
     state = {"w": torch.randn(5 << 20)}  # 20 MiB: two parts

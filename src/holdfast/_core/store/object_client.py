@@ -157,7 +157,7 @@ class Client:
         self.checking = threading.Lock()
 
     def _make(self) -> _Handles:
-        made_in = current_environment()  # before obstore reads it: what is renewed meanwhile is seen next time
+        made_in = current_environment()  # first: what is renewed after this is seen the next time
         once, repeating = (_obstore(self.scheme, self.bucket, retries) for retries in (0, _UNBOUNDED))
         return _Handles(made_in, once, repeating)
 
@@ -306,7 +306,8 @@ def _obstore(scheme: str, bucket: str, retries: int) -> object:
     backoff = {
         "init_backoff": timedelta(seconds=FIRST_PAUSE),
         "max_backoff": timedelta(seconds=LONGEST_PAUSE),
-        "base": 2,
+        # A pause is drawn from the first one up to `base` times the last: it grows only if that is above e.
+        "base": 6,
     }
     retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=PATIENCE), "backoff": backoff}
     try:
