@@ -39,9 +39,10 @@ PATIENCE = 180.0
 """Seconds for which requests are tried again."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0
 """Seconds before a request is tried again for the first time, and at most; between them they grow."""
-FIRST_ANSWER = 8.0
-"""Seconds for which requests are tried again while the server has not answered any: it may have a wrong
-address, and its user wants to know soon."""
+FIRST_ANSWER, FIRST_TRIES = 20.0, 3
+"""Seconds for which a request is tried again, and how often it is made at least, while the server has not
+answered any: it may have a wrong address, and its user wants to know soon; or it, a DNS or a service of roles
+starts together with the job."""
 SLOW = 30.0
 """Seconds after which a warning says that a request has not succeeded yet."""
 _UNBOUNDED = 100_000
@@ -224,22 +225,25 @@ class Client:
         return results
 
     def _tried(self, action: Callable[[], T], ends: float) -> T:
-        begun, pause = REAL_CLOCK.now(), FIRST_PAUSE
+        begun, pause, tries = REAL_CLOCK.now(), FIRST_PAUSE, 0
         while True:
-            credentials = current_environment()
+            credentials, tries = current_environment(), tries + 1
             try:
                 result = action()
             except Exception as error:
                 if is_final(error) and credentials != current_environment():
                     continue  # they were being renewed, one variable after the other
                 self._has_answered = self._has_answered or is_answer(error)
-                patience = PATIENCE if self._has_answered else FIRST_ANSWER
-                if not is_passing(error) or REAL_CLOCK.now() + pause > min(ends, begun + patience):
+                patience = PATIENCE if self._has_answered or tries < FIRST_TRIES else FIRST_ANSWER
+                now = REAL_CLOCK.now()
+                rest = begun + patience - now
+                if not is_passing(error) or rest <= 0 or now + pause > ends:
                     raise
             else:
                 self._has_answered = True
                 return result
-            REAL_CLOCK.sleep(random.uniform(pause / 2, pause))  # ranks that were refused together come apart
+            # Ranks that were refused together come apart. The last try is made when patience ends.
+            REAL_CLOCK.sleep(min(random.uniform(pause / 2, pause), rest))
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def call_all(
