@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import torch
@@ -110,6 +111,41 @@ def test_a_body_that_came_too_slowly_is_sent_again(proxy: Proxy, place: str, met
     holdfast.load(back, place, job=ALONE)
     assert torch.equal(back["w"], torch.ones(3))
     assert len(seen) >= 2
+
+
+@pytest.mark.parametrize("fault", ["slow", "short", "denied"])
+def test_an_upload_that_did_not_begin_is_begun_again(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The library does not repeat these. The last one: its credentials were being renewed."""
+    monkeypatch.setattr(object_writer, "PART", 5 << 20)
+    store, data, refused = open_store(place), bytes(6 << 20), list[str]()
+    store.list()
+
+    def rule(method: str, path: str, query: str, number: int) -> str:
+        if not query.startswith("uploads") or refused:
+            return "pass"
+        refused.append(query)
+        monkeypatch.setenv("AWS_SESSION_TOKEN", fault)
+        return fault
+
+    proxy.rule = rule
+    writer = store.create("data", len(data))
+    writer.write_at(0, [data])
+    writer.finish()
+    assert refused
+    with closing(store.open("data")) as reader:
+        assert reader.read(0, len(data)) == data
+
+
+def test_an_upload_that_is_given_up_is_not_looked_at(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_writer, "PART", 5 << 20)
+    writer = open_store(place).create("data", 6 << 20)
+    writer.write_at(0, [bytes(6 << 20)])
+    writer.discard()
+    assert proxy.counts()["HEAD"] == 0
 
 
 def test_versions_of_objects_are_noted_by_several_threads(proxy: Proxy, place: str) -> None:

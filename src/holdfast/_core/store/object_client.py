@@ -209,7 +209,7 @@ class Client:
         begun, limit = REAL_CLOCK.now(), PATIENCE + REQUEST
         limit = limit if deadline is None else min(limit, deadline.left())
         warning = SlowWarning(doing, self.url(key), limit)
-        requests = [begin(partial(self._tried, action, begun + limit)) for action in actions]
+        requests = [begin(partial(self.tried, action, begun + limit)) for action in actions]
 
         def results() -> list[T]:
             soon = begun + min(SLOW, limit)
@@ -224,7 +224,8 @@ class Client:
 
         return results
 
-    def _tried(self, action: Callable[[], T], ends: float) -> T:
+    def tried(self, action: Callable[[], T], ends: float) -> T:
+        """Make such a request on this thread. ends: when nobody waits for it any more."""
         begun, pause, tries = REAL_CLOCK.now(), FIRST_PAUSE, 0
         while True:
             credentials, tries = current_environment(), tries + 1
