@@ -147,6 +147,25 @@ def test_a_run_without_a_save_under_way_is_closed_soon(
     assert time.monotonic() - begun < SOON
 
 
+def test_a_bucket_that_another_thread_tries_is_not_waited_for(proxy: Proxy, place: str) -> None:
+    """The first publishing of a process tries its bucket."""
+    store, ended = open_store(place), threading.Event()
+    store.list()
+    proxy.rule = lambda *_: "503" if not ended.is_set() else "pass"
+    other = threading.Thread(target=store.publish, args=("other", b"1" * 64, None))
+    other.start()
+    wait_until(lambda: bool(proxy.requests()))
+    begun = time.monotonic()
+    try:
+        with pytest.raises(StorageError, match="could not be tried before the first publishing"):
+            store.bounded(Deadline(1.0)).publish("index", b"2" * 64, None)
+        assert time.monotonic() - begun < SOON
+    finally:
+        ended.set()
+        other.join(60)
+    assert not other.is_alive()
+
+
 def test_several_runs_are_given_back_at_once_when_a_process_ends(
     proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,6 @@ class Client:
         self._noting = threading.Lock()
         self.keeps_conditions = False
         """Whether this bucket is known to keep the conditions of a PUT."""
-        self.checking = threading.Lock()
 
     def _make(self) -> _Handles:
         made_in = current_environment()  # first: what is renewed after this is seen the next time
