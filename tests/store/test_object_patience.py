@@ -177,6 +177,18 @@ def test_a_server_that_has_answered_is_waited_for(proxy: Proxy, place: str) -> N
     assert open_store(place).list() == []
 
 
+def test_data_is_sent_again_by_a_process_that_has_had_no_answer(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer process of a save in the background, while the server restarts."""
+    monkeypatch.setattr(object_client, "FIRST_ANSWER", 0.0)
+    refuse_each(proxy, "drop")
+    writer = open_store(place).create("data", 1)
+    writer.write_at(0, [b"1"])
+    writer.finish()
+    assert len(proxy.requests()) == REFUSALS + 1
+
+
 def test_a_server_that_never_answered_is_soon_given_up(
     proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,7 +149,8 @@ class Client:
     def __init__(self, scheme: str, bucket: str) -> None:
         self.scheme, self.bucket = scheme, bucket
         self._made = self._make()
-        self._has_answered = False
+        self.has_answered = False
+        """Whether the server is known to be there."""
         self._versions: dict[str, tuple[bytes, dict[str, str]]] = {}
         """The last bytes of small objects that were read or written here, and their version, by key."""
         self._noting = threading.Lock()
@@ -175,11 +176,11 @@ class Client:
     @property
     def pages(self) -> object:
         """For listings: each page is repeated by itself, once the server has answered at all."""
-        return self._handles().repeating if self._has_answered else self.once
+        return self._handles().repeating if self.has_answered else self.once
 
     @property
     def parts(self) -> object:
-        """For uploads: each part is repeated by itself. Another process of the job has had an answer."""
+        """For uploads: each part is repeated by itself."""
         return self._handles().repeating
 
     def url(self, key: str) -> str:
@@ -233,14 +234,14 @@ class Client:
             except Exception as error:
                 if is_final(error) and credentials != current_environment():
                     continue  # they were being renewed, one variable after the other
-                self._has_answered = self._has_answered or is_answer(error)
-                patience = PATIENCE if self._has_answered or tries < FIRST_TRIES else FIRST_ANSWER
+                self.has_answered = self.has_answered or is_answer(error)
+                patience = PATIENCE if self.has_answered or tries < FIRST_TRIES else FIRST_ANSWER
                 now = REAL_CLOCK.now()
                 rest = begun + patience - now
                 if not is_passing(error) or rest <= 0 or now + pause > ends:
                     raise
             else:
-                self._has_answered = True
+                self.has_answered = True
                 return result
             # Ranks that were refused together come apart. The last try is made when patience ends.
             REAL_CLOCK.sleep(min(random.uniform(pause / 2, pause), rest))

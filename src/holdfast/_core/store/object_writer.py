@@ -54,7 +54,10 @@ def part_bytes(size: int) -> int:
 
 class ObjectWriter:
     def __init__(self, client: Client, key: str, size: int, deadline: Deadline | None) -> None:
+        """size: about as large as it will be. 0: not known."""
         self._client, self._key, self._deadline = client, key, deadline
+        if size:  # the data of a save, whose trainer has had an answer; this process may only write
+            client.has_answered = True
         self._part = part_bytes(size)
         self._begun = REAL_CLOCK.now()
         self._turn = threading.Condition()
