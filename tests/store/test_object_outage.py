@@ -16,7 +16,7 @@ import torch
 import holdfast
 from holdfast._core.base.deadline import Deadline
 from holdfast._core.run import local_tier, owner
-from holdfast._core.store import pins
+from holdfast._core.store import object_client, pins
 from holdfast._core.store.local import open_store
 from holdfast.errors import HoldfastError, StorageError
 from tests.support.object_servers import Asked, Proxy, forward, hurry
@@ -107,6 +107,30 @@ def test_a_request_between_two_variables_of_new_credentials_is_made_again(
     assert len(asked) == 2
 
 
+def test_credentials_that_come_while_a_connection_is_made_are_used(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, make = open_store(place), object_client._obstore
+    store.publish("before", b"1" * 64, None)
+
+    def renewed_after(scheme: str, bucket: str, retries: int) -> object:
+        made = make(scheme, bucket, retries)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "new")  # the last of them
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
+        return made
+
+    def only_renewed(asked: Asked) -> Any:
+        signed = {name.lower(): value for name, value in asked.headers.items()}["authorization"]
+        if place.rpartition("/")[2] in asked.path and "Credential=renewed/" not in signed:
+            return 403, [], b"<Error><Code>InvalidAccessKeyId</Code><Message>m</Message></Error>"
+        return forward(asked.port, asked.method, asked.path, asked.headers, asked.body)
+
+    monkeypatch.setattr(object_client, "_obstore", renewed_after)
+    proxy.change = only_renewed
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "renewed")
+    assert store.stat("before") is not None
+
+
 # -- no response ----------------------------------------------------------------------------------------
 
 
@@ -121,6 +145,25 @@ def test_a_run_without_a_save_under_way_is_closed_soon(
     begun = time.monotonic()
     checkpoints.close(timeout=5)
     assert time.monotonic() - begun < SOON
+
+
+def test_a_bucket_that_another_thread_tries_is_not_waited_for(proxy: Proxy, place: str) -> None:
+    """The first publishing of a process tries its bucket."""
+    store, ended = open_store(place), threading.Event()
+    store.list()
+    proxy.rule = lambda *_: "503" if not ended.is_set() else "pass"
+    other = threading.Thread(target=store.publish, args=("other", b"1" * 64, None))
+    other.start()
+    wait_until(lambda: bool(proxy.requests()))
+    begun = time.monotonic()
+    try:
+        with pytest.raises(StorageError, match="could not be tried before the first publishing"):
+            store.bounded(Deadline(1.0)).publish("index", b"2" * 64, None)
+        assert time.monotonic() - begun < SOON
+    finally:
+        ended.set()
+        other.join(60)
+    assert not other.is_alive()
 
 
 def test_several_runs_are_given_back_at_once_when_a_process_ends(

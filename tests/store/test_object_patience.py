@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import torch
@@ -62,18 +63,32 @@ def test_a_server_that_asks_for_fewer_requests_ends_no_save_or_load(
     assert sum(fault in line for line in proxy.requests()) >= 5 * REFUSALS
 
 
-def test_parts_of_a_save_in_the_background_are_tried_again_as_long(proxy: Proxy, place: str) -> None:
+def test_pauses_grow_while_a_server_stays_busy(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of obstore, which draws each by chance."""
+    for name, seconds in (("FIRST_PAUSE", 0.002), ("LONGEST_PAUSE", 0.5), ("PATIENCE", 1.5)):
+        monkeypatch.setattr(object_client, name, seconds)
+    open_store(place).list()
+    proxy.requests()
+    proxy.rule = lambda *_: "503"
+    with pytest.raises(StorageError, match="SlowDown"):
+        open_store(place).list()
+    assert len(proxy.requests()) < 25  # about 10; 80 if they did not grow
+
+
+def test_parts_of_a_save_in_the_background_are_tried_again(proxy: Proxy, place: str) -> None:
     """Their process only writes parts; the pauses there are those of a user."""
     state = {"w": torch.randn(5 << 20)}  # 20 MiB: two parts
     refused = Counter[str]()
 
     def rule(method: str, path: str, query: str, number: int) -> str:
         refused["parts"] += "partNumber=1" in query
-        return "503" if "partNumber=1" in query and refused["parts"] <= 12 else "pass"
+        return "503" if "partNumber=1" in query and refused["parts"] <= 3 else "pass"
 
     proxy.rule = rule
     holdfast.async_save(state, place, job=ALONE).committed(120)
-    assert refused["parts"] == 13
+    assert refused["parts"] == 4
     back = {"w": torch.zeros(5 << 20)}
     holdfast.load(back, place, job=ALONE)
     assert torch.equal(back["w"], state["w"])
@@ -96,6 +111,41 @@ def test_a_body_that_came_too_slowly_is_sent_again(proxy: Proxy, place: str, met
     holdfast.load(back, place, job=ALONE)
     assert torch.equal(back["w"], torch.ones(3))
     assert len(seen) >= 2
+
+
+@pytest.mark.parametrize("fault", ["slow", "short", "denied"])
+def test_an_upload_that_did_not_begin_is_begun_again(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The library does not repeat these. The last one: its credentials were being renewed."""
+    monkeypatch.setattr(object_writer, "PART", 5 << 20)
+    store, data, refused = open_store(place), bytes(6 << 20), list[str]()
+    store.list()
+
+    def rule(method: str, path: str, query: str, number: int) -> str:
+        if not query.startswith("uploads") or refused:
+            return "pass"
+        refused.append(query)
+        monkeypatch.setenv("AWS_SESSION_TOKEN", fault)
+        return fault
+
+    proxy.rule = rule
+    writer = store.create("data", len(data))
+    writer.write_at(0, [data])
+    writer.finish()
+    assert refused
+    with closing(store.open("data")) as reader:
+        assert reader.read(0, len(data)) == data
+
+
+def test_an_upload_that_is_given_up_is_not_looked_at(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_writer, "PART", 5 << 20)
+    writer = open_store(place).create("data", 6 << 20)
+    writer.write_at(0, [bytes(6 << 20)])
+    writer.discard()
+    assert proxy.counts()["HEAD"] == 0
 
 
 def test_versions_of_objects_are_noted_by_several_threads(proxy: Proxy, place: str) -> None:
@@ -127,14 +177,40 @@ def test_a_server_that_has_answered_is_waited_for(proxy: Proxy, place: str) -> N
     assert open_store(place).list() == []
 
 
-def test_a_server_that_never_answered_is_soon_given_up(proxy: Proxy, place: str) -> None:
+def test_data_is_sent_again_by_a_process_that_has_had_no_answer(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer process of a save in the background, while the server restarts."""
+    monkeypatch.setattr(object_client, "FIRST_ANSWER", 0.0)
+    refuse_each(proxy, "drop")
+    writer = open_store(place).create("data", 1)
+    writer.write_at(0, [b"1"])
+    writer.finish()
+    assert len(proxy.requests()) == REFUSALS + 1
+
+
+def test_a_server_that_never_answered_is_soon_given_up(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A wrong address."""
+    monkeypatch.setattr(object_client, "FIRST_ANSWER", 1.0)
+    monkeypatch.setattr(object_client, "LONGEST_PAUSE", 15.0)  # the pauses of a user, but for the first one
     proxy.rule = lambda *_: "drop"
     begun = time.monotonic()
     with pytest.raises(StorageError, match="the connection broke off"):
         open_store(place).list()
-    assert object_client.FIRST_ANSWER - 1 <= time.monotonic() - begun < object_client.PATIENCE / 3
+    assert 1.0 <= time.monotonic() - begun < object_client.PATIENCE / 3
     assert len(proxy.requests()) > 5
+
+
+def test_a_first_request_that_hangs_is_made_again(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One connection that a load balancer has lost, and that takes longer than a wrong address may."""
+    monkeypatch.setattr(object_client, "READ", 0.5)
+    monkeypatch.setattr(object_client, "FIRST_ANSWER", 0.4)
+    proxy.rule = lambda method, path, query, number: "hang" if number < 2 else "pass"
+    assert open_store(place).list() == []
 
 
 @pytest.mark.parametrize("doing", ["Deleting", "Publishing", "Writing", "Opening", "Looking at"])

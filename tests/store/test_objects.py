@@ -667,7 +667,7 @@ def test_a_rank_that_is_killed_in_its_upload_commits_nothing(proxy: Proxy, place
         ("status code: 500, body: <Code>InternalError</Code>", "it answered with status 500 (InternalError)"),
         ("status code: 403, body: <Code>AccessDenied</Code>", "these credentials may not list the bucket"),
         ("status code: 403, no body", "these credentials may not list the bucket"),
-        ("status code: 403, body: <Code>RequestTimeTooSkewed</Code>", "status 403 (RequestTimeTooSkewed)"),
+        ("status code: 403, body: <Code>RequestTimeTooSkewed</Code>", "status 403 (RequestTimeTooSkewed)."),
     ],
 )
 def test_a_sentence_says_no_more_than_the_reply(reply: str, sentence: str) -> None:

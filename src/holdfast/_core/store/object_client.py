@@ -39,9 +39,10 @@ PATIENCE = 180.0
 """Seconds for which requests are tried again."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0
 """Seconds before a request is tried again for the first time, and at most; between them they grow."""
-FIRST_ANSWER = 8.0
-"""Seconds for which requests are tried again while the server has not answered any: it may have a wrong
-address, and its user wants to know soon."""
+FIRST_ANSWER, FIRST_TRIES = 20.0, 3
+"""Seconds for which a request is tried again, and how often it is made at least, while the server has not
+answered any: it may have a wrong address, and its user wants to know soon; or it, a DNS or a service of roles
+starts together with the job."""
 SLOW = 30.0
 """Seconds after which a warning says that a request has not succeeded yet."""
 _UNBOUNDED = 100_000
@@ -148,17 +149,18 @@ class Client:
     def __init__(self, scheme: str, bucket: str) -> None:
         self.scheme, self.bucket = scheme, bucket
         self._made = self._make()
-        self._has_answered = False
+        self.has_answered = False
+        """Whether the server is known to be there."""
         self._versions: dict[str, tuple[bytes, dict[str, str]]] = {}
         """The last bytes of small objects that were read or written here, and their version, by key."""
         self._noting = threading.Lock()
         self.keeps_conditions = False
         """Whether this bucket is known to keep the conditions of a PUT."""
-        self.checking = threading.Lock()
 
     def _make(self) -> _Handles:
+        made_in = current_environment()  # first: what is renewed after this is seen the next time
         once, repeating = (_obstore(self.scheme, self.bucket, retries=times) for times in (0, _UNBOUNDED))
-        return _Handles(current_environment(), once, repeating)
+        return _Handles(made_in, once, repeating)
 
     def _handles(self) -> _Handles:
         if self._made.made_in != current_environment():
@@ -174,11 +176,11 @@ class Client:
     @property
     def pages(self) -> object:
         """For listings: each page is repeated by itself, once the server has answered at all."""
-        return self._handles().repeating if self._has_answered else self.once
+        return self._handles().repeating if self.has_answered else self.once
 
     @property
     def parts(self) -> object:
-        """For uploads: each part is repeated by itself. Another process of the job has had an answer."""
+        """For uploads: each part is repeated by itself."""
         return self._handles().repeating
 
     def url(self, key: str) -> str:
@@ -207,7 +209,7 @@ class Client:
         begun, limit = REAL_CLOCK.now(), PATIENCE + REQUEST
         limit = limit if deadline is None else min(limit, deadline.left())
         warning = SlowWarning(doing, self.url(key), limit)
-        requests = [begin(partial(self._tried, action, begun + limit)) for action in actions]
+        requests = [begin(partial(self.tried, action, begun + limit)) for action in actions]
 
         def results() -> list[T]:
             soon = begun + min(SLOW, limit)
@@ -222,23 +224,27 @@ class Client:
 
         return results
 
-    def _tried(self, action: Callable[[], T], ends: float) -> T:
-        begun, pause = REAL_CLOCK.now(), FIRST_PAUSE
+    def tried(self, action: Callable[[], T], ends: float) -> T:
+        """Make such a request on this thread. ends: when nobody waits for it any more."""
+        begun, pause, tries = REAL_CLOCK.now(), FIRST_PAUSE, 0
         while True:
-            credentials = current_environment()
+            credentials, tries = current_environment(), tries + 1
             try:
                 result = action()
             except Exception as error:
                 if is_final(error) and credentials != current_environment():
                     continue  # they were being renewed, one variable after the other
-                self._has_answered = self._has_answered or is_answer(error)
-                patience = PATIENCE if self._has_answered else FIRST_ANSWER
-                if not is_passing(error) or REAL_CLOCK.now() + pause > min(ends, begun + patience):
+                self.has_answered = self.has_answered or is_answer(error)
+                patience = PATIENCE if self.has_answered or tries < FIRST_TRIES else FIRST_ANSWER
+                now = REAL_CLOCK.now()
+                rest = begun + patience - now
+                if not is_passing(error) or rest <= 0 or now + pause > ends:
                     raise
             else:
-                self._has_answered = True
+                self.has_answered = True
                 return result
-            REAL_CLOCK.sleep(random.uniform(pause / 2, pause))  # ranks that were refused together come apart
+            # Ranks that were refused together come apart. The last try is made when patience ends.
+            REAL_CLOCK.sleep(min(random.uniform(pause / 2, pause), rest))
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def call_all(
@@ -305,7 +311,8 @@ def _obstore(scheme: str, bucket: str, retries: int) -> object:
     backoff = {
         "init_backoff": timedelta(seconds=FIRST_PAUSE),
         "max_backoff": timedelta(seconds=LONGEST_PAUSE),
-        "base": 2,
+        # A pause is drawn from the first one up to `base` times the last: it grows only if that is above e.
+        "base": 6,
     }
     retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=PATIENCE), "backoff": backoff}
     try:

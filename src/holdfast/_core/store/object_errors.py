@@ -41,6 +41,12 @@ _NOT_ALLOWED = {
     "InsufficientAccountPermissions",
 }  # fmt: skip
 """Codes of a 403 that tell of rights; a reply to HEAD has none. Others tell of a clock, or of a key."""
+_DO = {
+    "RequestTimeout": "The bytes of a request came too slowly: is the network or the processor of this host "
+    "overloaded? Options(retries=3) makes a save in the background again.",
+    "RequestTimeTooSkewed": "Set the clock of this host.",
+}
+"""What to do, by the server's code."""
 _ROLE = re.compile(
     r"[a-z]+://[^/\s]+/(?:latest/(?:api/token|meta-data)|computeMetadata/|metadata/identity)", re.IGNORECASE
 )
@@ -162,7 +168,8 @@ def explained(doing: str, url: str, error: BaseException, seconds: float) -> Sto
     elif status or code:
         said = f"status {status}" if status else "an error"
         said += f" ({code})" if code else ""
-        why, hint = f"it answered with {said}, and this went on for {seconds:.0f} s", ""
+        went_on = f", and this went on for {seconds:.0f} s" if is_busy(error) else ""
+        why, hint = f"it answered with {said}{went_on}", _DO.get(code, "")
     elif isinstance(error, TimeoutError):
         number = errno.ETIMEDOUT
         why = f"within {seconds:.0f} s there was no answer, or only refusals after which it was tried again"

@@ -167,32 +167,32 @@ class _Attempt:
 
 def check_conditions(client: Client, folder: str, deadline: Deadline | None) -> None:
     """Raise StorageError if the bucket does not keep the conditions of a PUT."""
-    with client.checking:
-        if client.keeps_conditions:
-            return
-        key = f"{folder}/{PROBE}{os.urandom(8).hex()}".lstrip("/")
-        try:
-            put = _Attempt(client, key, os.urandom(32), "create", deadline).run()
-            stale = _other_than(version_in(put))
-            for what, mode in (("If-None-Match", "create"), ("If-Match", stale)):
-                try:
-                    _Attempt(client, key, os.urandom(32), mode, deadline, only_refusals=True).run()
-                except Conflict:
-                    continue
-                raise StorageError(
-                    f"{client.scheme}://{client.bucket} can't hold checkpoints: its server ignores "
-                    f"conditions of writes ({what}), so of two saves into one folder both would succeed.",
-                    hint="Use a server that keeps them, as S3, GCS and Azure do, or a newer version of this.",
-                )
-        except Unsettled as error:  # nothing but the probe may be in place
+    if client.keeps_conditions:
+        return
+    # Threads that publish at once may each try it: one would wait longer than its deadline for another.
+    key = f"{folder}/{PROBE}{os.urandom(8).hex()}".lstrip("/")
+    try:
+        put = _Attempt(client, key, os.urandom(32), "create", deadline).run()
+        stale = _other_than(version_in(put))
+        for what, mode in (("If-None-Match", "create"), ("If-Match", stale)):
+            try:
+                _Attempt(client, key, os.urandom(32), mode, deadline, only_refusals=True).run()
+            except Conflict:
+                continue
             raise StorageError(
-                f"{client.scheme}://{client.bucket} could not be tried before the first publishing: "
-                f"{error.message}"
-            ) from None
-        finally:
-            with suppress(StorageError):  # it is small, and no list of ours shows it
-                library_delete(client, key, deadline)
-        client.keeps_conditions = True
+                f"{client.scheme}://{client.bucket} can't hold checkpoints: its server ignores "
+                f"conditions of writes ({what}), so of two saves into one folder both would succeed.",
+                hint="Use a server that keeps them, as S3, GCS and Azure do, or a newer version of this.",
+            )
+    except Unsettled as error:  # nothing but the probe may be in place
+        raise StorageError(
+            f"{client.scheme}://{client.bucket} could not be tried before the first publishing: "
+            f"{error.message}"
+        ) from None
+    finally:
+        with suppress(StorageError):  # it is small, and no list of ours shows it
+            library_delete(client, key, deadline)
+    client.keeps_conditions = True
 
 
 def _other_than(version: dict[str, str]) -> dict[str, str]:

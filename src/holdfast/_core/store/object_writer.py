@@ -6,6 +6,7 @@ here at most: a write that comes too early, or while all parts are under way, wa
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,10 @@ def part_bytes(size: int) -> int:
 
 class ObjectWriter:
     def __init__(self, client: Client, key: str, size: int, deadline: Deadline | None) -> None:
+        """size: about as large as it will be. 0: not known."""
         self._client, self._key, self._deadline = client, key, deadline
+        if size:  # the data of a save, whose trainer has had an answer; this process may only write
+            client.has_answered = True
         self._part = part_bytes(size)
         self._begun = REAL_CLOCK.now()
         self._turn = threading.Condition()
@@ -63,6 +67,8 @@ class ObjectWriter:
         self._buffer = bytearray()
         self._upload: Request[object] | None = None
         self._parts: queue.Queue[bytearray | None] = queue.Queue(1)
+        self._first_taken = self._last_taken = False
+        """Whether the upload has taken its first part, which nobody keeps, and its last one."""
         self._ended = False
 
     def write_at(self, start: int, buffers: Sequence[Buffer]) -> None:
@@ -120,11 +126,22 @@ class ObjectWriter:
 
     def _put_parts(self) -> object:
         try:
+            ends = math.inf if self._deadline is None else REAL_CLOCK.now() + self._deadline.left()
+            return self._client.tried(self._put, ends)
+        except StorageError:
+            raise
+        except Exception as error:
+            raise self._error(error) from None
+
+    def _put(self) -> object:
+        try:
             return library().put(
                 self._client.parts, self._key, self._given(), chunk_size=self._part, max_concurrency=AT_ONCE
             )
         except Exception as error:
-            if self._is_whole():
+            if not self._first_taken:  # it has only been asked for an upload, and may be asked again
+                raise
+            if self._last_taken and self._is_whole():
                 return None
             raise self._error(error) from None
 
@@ -133,7 +150,9 @@ class ObjectWriter:
         while (part := self._parts.get()) is not None:
             if not part:  # an exception here makes obstore abort the upload
                 raise _GivenUp
+            self._first_taken = True
             yield part
+        self._last_taken = True
 
     def _is_whole(self) -> bool:
         """Return whether the object is there as a whole: the reply to its last request may be lost."""
@@ -144,7 +163,7 @@ class ObjectWriter:
                 return meta
 
             meta = self._client.call("Looking at", self._key, look, self._deadline)
-            return self._ended and bool(meta["size"] == self._at)
+            return bool(meta["size"] == self._at)
         return False
 
     def finish(self) -> None:
