@@ -5,6 +5,8 @@ Every other public name is torch's own. Importing this module also makes torch's
 Holdfast folders.
 """
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from holdfast._frameworks.torch_dcp.calls import async_save, load, load_state_dict, save, save_state_dict
@@ -32,5 +34,7 @@ def __getattr__(name: str) -> Any:
     import torch.distributed.checkpoint as theirs
     from torch.distributed.checkpoint import state_dict_saver
 
+    if not hasattr(theirs, name) and find_spec(f"{theirs.__name__}.{name}") is not None:
+        return import_module(f"{theirs.__name__}.{name}")  # torch's package imports only some of its modules
     # torch does not export the argument and return types of `async_save` from the package.
     return getattr(state_dict_saver if name.startswith("Async") else theirs, name)

@@ -59,6 +59,19 @@ def test_a_save_that_one_rank_cancels_is_given_up_on_all(tmp_path: Path) -> None
     assert sorted(entered) == [0, 1]
 
 
+def test_a_save_that_is_tried_again_says_so_in_sentences(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a").write_text("a file, so the save fails")
+    options = holdfast.Options(retries=1)
+    pending = holdfast.async_save(
+        {"w": torch.ones(3)}, tmp_path / "a", job=holdfast.Job(no_dist=True, options=options)
+    )
+    assert pending.exception(60) is not None
+    said = next(record.getMessage() for record in caplog.records if "again" in record.getMessage())
+    assert said.endswith("is a file, not a folder. It is tried again (1 left).")
+
+
 def test_a_save_holds_nothing_once_its_result_is_there() -> None:
     """Its thread would free tensors; a process that ends at that moment is aborted by torch's C++."""
     report = SaveReport("a", None, 1, 4, 0.1, {})

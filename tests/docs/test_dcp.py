@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import types
 from pathlib import Path
@@ -39,6 +40,27 @@ def test_every_public_name_of_torchs_package_is_in_the_table() -> None:
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
     assert known | set(ours.__all__) == set(IS)
+
+
+@pytest.mark.parametrize("name", ["state_dict", "stateful", "format_utils", "staging"])
+def test_a_submodule_is_torchs_although_torchs_package_has_not_imported_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"`dcp.{name}`" in text("docs/dcp.md")
+    there = importlib.import_module(f"{theirs.__name__}.{name}")
+    monkeypatch.delattr(theirs, name)
+    assert getattr(ours, name) is there
+    assert not hasattr(ours, f"{name}_of_nobody")
+
+
+def test_a_url_without_a_store_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("fsspec")
+    url = "memory://test_dcp/it"
+    ours.save({"w": torch.ones(3)}, checkpoint_id=url, no_dist=True)
+    assert "no store for memory:// places" in caplog.text
+    blank = {"w": torch.zeros(3)}
+    ours.load(blank, checkpoint_id=url, no_dist=True)
+    assert torch.equal(blank["w"], torch.ones(3))
 
 
 def test_what_is_said_to_be_passed_on_is_done_by_torch(

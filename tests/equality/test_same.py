@@ -98,6 +98,20 @@ def test_layouts_do_not_matter(tmp_path: Path, options: holdfast.Options, marked
     assert found.bytes_read == (0 if options.fingerprint else size)  # of the one that has none
 
 
+@pytest.mark.parametrize(
+    "name", ["optim", "optimizer", "chained_0", "rng_state", "an_extra_state", "sparse", "array"]
+)
+def test_what_is_no_weight_is_passed_over_and_diff_sees_it(name: str, tmp_path: Path) -> None:
+    for number, place in enumerate("ab"):
+        other = torch.full((3,), float(number))
+        objects = {"sparse": other.to_sparse(), "array": other.numpy()}
+        state = {"w": torch.ones(3), name: objects.get(name, {"w": other})}
+        holdfast.save(state, tmp_path / place, job=holdfast.Job(no_dist=True))
+    assert holdfast.same(tmp_path / "a", tmp_path / "b").same
+    done = CliRunner().invoke(cli, ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json"])
+    assert done.exit_code == 1
+
+
 @pytest.mark.parametrize("options", [MARKED, PLAIN], ids=["fingerprints", "read"])
 @pytest.mark.parametrize(
     ("name", "place"), [("experts", (4, 9, 13)), ("head", (0, 0)), ("norm", (18,)), ("scale", ())]

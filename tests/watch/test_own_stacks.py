@@ -5,12 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from pathlib import Path
 
 import torch
 
-from holdfast._watch.evidence import Stack
+import holdfast
+from holdfast._core.roster import memory
+from holdfast._watch.evidence import OPERATION, Stack
 from holdfast._watch.own_stacks import stacks_here
+from holdfast._watch.positions import position_among
+from holdfast.testing import Board, MemoryRoster
 
 
 def looked_at(seen: list[Stack]) -> None:
@@ -34,6 +40,30 @@ def test_tensors_of_a_function_are_freed_when_it_deletes_them() -> None:
     seen: list[Stack] = []
     assert frees_its_batch(seen)
     assert any(call.function == "frees_its_batch" for call in seen[0].calls)
+
+
+def test_a_save_that_waits_for_a_rank_is_known_to_wait(tmp_path: Path) -> None:
+    board, found = Board(), list[str]()
+
+    def save(rank: int) -> None:
+        job = holdfast.Job(roster=MemoryRoster(rank, 2, board), timeout=60)
+        holdfast.save({"w": torch.ones(3)}, tmp_path / "a", job=job)
+
+    def come_late() -> None:
+        ends = time.monotonic() + 30
+        while not found and time.monotonic() < ends:
+            stacks = stacks_here()
+            ours = [stack for stack in stacks if stack.thread == OPERATION]
+            if any(call.file == memory.__file__ for stack in ours for call in stack.calls[:4]):
+                found.append(position_among(stacks).does)
+            time.sleep(0.01)
+        save(1)
+
+    late = threading.Thread(target=come_late)
+    late.start()
+    save(0)
+    late.join()
+    assert found == ["waits"]
 
 
 AT_THE_END = """

@@ -34,6 +34,9 @@ _PYTHON = re.compile(
     r"runpy|contextlib|functools|importlib/\w+|tempfile|shutil|fileinput|http/\w+|urllib/\w+|os|pathlib)\.py$"
 )
 
+_ROSTER = re.compile(r"/_?roster/")
+"""The package that waits for the message store; `_roster` in answers of earlier versions."""
+
 
 class Position(NamedTuple):
     """The stack of a thread, and its classification."""
@@ -108,7 +111,7 @@ def position_among(stacks: tuple[Stack, ...]) -> Position:
         # In a call of Holdfast. On its thread, `_do` calls both the work of this rank and waits for others.
         calls = ours[0].calls
         done = [inner for inner, outer in pairwise(calls) if outer.function == "_do"]
-        works = any("/_roster/" not in call.file for call in done)
+        works = any(_ROSTER.search(call.file) is None for call in done)
         return Position(ours[0], "is") if works else Position(stacks[0], "waits")
     blocked = [one for one in positions[1:] if one.does in ("waits", "opens")]
     return blocked[0] if blocked and positions[0].rests_in_python else positions[0]

@@ -300,7 +300,7 @@ def _attempt(pending: Pending, job: SaveJob, room: Room, retries: int) -> SaveRe
         except HoldfastError as error:
             if not retries or pending.is_given_up(error) or deadline.passed():
                 raise
-            log.warning("%s; it is tried again (%d left).", error.message, retries)
+            log.warning("%s It is tried again (%d left).", error.message, retries)
             retries -= 1
             deadline.clock.sleep(min(pause, deadline.left()))
             pause = min(2 * pause, 10.0)  # storage errors usually last
