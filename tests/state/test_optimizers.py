@@ -22,7 +22,7 @@ import holdfast
 import holdfast.dcp as holdfast_dcp
 from holdfast._tools.checkpoints.inspect import describe
 from holdfast._tools.cli import cli
-from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
+from holdfast.errors import BadInput, LoadFailed, MissingTensors, ShapeMismatch
 from tests.state.optimizers import equal_states, equal_weights, model_of, train
 
 Optimizer = torch.optim.Optimizer
@@ -555,3 +555,49 @@ def test_only_numbers_and_tensors_without_dimensions_are_exchanged(tmp_path: Pat
     state = {"c": [{"x": torch.ones(())}]}
     holdfast.load(state, tmp_path, job=alone)
     assert state == {"c": [{"x": 1}]}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "kinds", [("AdamW", "SGD"), ("SGD", "Adam"), ("Adam", "RMSprop"), ("AdamW", "NAdam")]
+)
+def test_a_fresh_optimizer_of_another_kind_is_not_filled(
+    kinds: tuple[str, str], layout: str, tmp_path: Path
+) -> None:
+    """It has no states yet, which would be missed."""
+    model, other = model_of(), model_of()
+    saved = getattr(torch.optim, kinds[0])(model.parameters(), lr=0.01)
+    fresh = getattr(torch.optim, kinds[1])(other.parameters(), lr=0.5)
+    one_step(model, saved)
+    before = dict(fresh.param_groups[0])
+    holdfast.save({"o": state_of(model, saved, layout)}, tmp_path)
+    with pytest.raises((BadInput, LoadFailed, MissingTensors)) as told:
+        holdfast.load({"o": state_of(other, fresh, layout)}, tmp_path)
+    if layout != "flat":
+        assert f"The checkpoint's optimizer was another one than {kinds[1]}: it was saved with" in str(
+            told.value
+        )
+    assert fresh.param_groups[0] == before
+    assert not any(fresh.state.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_settings_of_schedulers_users_and_other_versions_are_no_other_optimizer(
+    layout: str, tmp_path: Path
+) -> None:
+    """Of the checkpoint's group a version of torch has no `amsgrad`, and a scheduler and a user have added more."""
+    model, other = model_of(), model_of()
+    saved = torch.optim.Adam(model.parameters(), lr=0.01)
+    one_step(model, saved)
+    for group in saved.param_groups:
+        del group["amsgrad"]
+        group |= {"initial_lr": 0.01, "max_lr": 0.1, "max_momentum": 0.9, "layer": 3}
+    holdfast.save({"o": state_of(model, saved, layout)}, tmp_path)
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
+    for group in fresh.param_groups:
+        group["pace"] = 2
+        if layout == "flat":
+            del group["amsgrad"], group["pace"]
+    holdfast.load({"o": state_of(other, fresh, layout)}, tmp_path)
+    assert fresh.param_groups[0]["lr"] == 0.01
+    assert fresh.param_groups[0]["layer"] == 3

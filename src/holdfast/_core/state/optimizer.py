@@ -22,7 +22,7 @@ import torch
 
 from holdfast._core.state.live import LiveDict, LiveList, ParameterState, Rest, State, StateDict, settle
 from holdfast._core.state.modules import ModelView, give, given_of, name_of, names_of
-from holdfast._core.state.optimizer_state import GivenState, check_whole, make, zeros_of
+from holdfast._core.state.optimizer_state import GivenState, check_settings, check_whole, make, zeros_of
 from holdfast._core.state.structure import is_nested
 from holdfast.errors import BadInput
 
@@ -295,6 +295,7 @@ class _Changes:
                     self._states.append((optimizer, given.parameter, state))
                 hyper = {given.name: by_name[given.name] for given in mine if given.name in by_name}
                 self._hypers.append((group, _one_of(hyper)))
+                check_settings(optimizer, group, self._hypers[-1][1])
 
     def make(self) -> None:
         for optimizer, parameter, state in self._states:

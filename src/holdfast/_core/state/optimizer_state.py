@@ -1,16 +1,17 @@
 """The states of an optimizer's parameters: creating them in a load, checking that they are complete, and
 optimizers that are themselves in a state.
 
-No optimizer is recognised by name. A parameter determines where its missing state is created; the states of
-other parameters in its group determine what a complete state contains. Only `step` has a special meaning, as
-in `torch.optim.Optimizer.load_state_dict`.
+No optimizer is recognised by name, but by its settings. A parameter determines where its missing state is
+created; the states of other parameters in its group determine what a complete state contains. Only `step` has
+a special meaning, as in `torch.optim.Optimizer.load_state_dict`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from inspect import signature
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -70,6 +71,38 @@ def zeros_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> State
         if shaped:
             return {key: like(parameter, value.dtype, value.device) for key, value in shaped.items()}
     return {}
+
+
+# -- settings -----------------------------------------------------------------------------------------
+
+
+@cache
+def _settings() -> frozenset[str]:
+    """Return the names of what torch's optimizers are built with, without those that change no step."""
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    names = (signature(kind).parameters for kind in kinds if issubclass(kind, torch.optim.Optimizer))
+    return frozenset(chain.from_iterable(names)) - {
+        "params",
+        "foreach",
+        "fused",
+        "capturable",
+        "differentiable",
+    }
+
+
+def check_settings(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, object], saved: Mapping[str, object]
+) -> None:
+    """Raise BadInput if a group was saved by another kind of optimizer, whose states this one would take for
+    its own: it has settings of torch's optimizers that this one lacks, and lacks some of this one's."""
+    # Not by one alone: versions of torch add settings, and schedulers and users keep others there.
+    theirs, ours = (saved.keys() - group.keys()) & _settings(), optimizer.defaults.keys() - saved.keys()
+    if saved and theirs and ours:
+        raise BadInput(
+            f"The checkpoint's optimizer was another one than {type(optimizer).__name__}: it was saved with "
+            f"{', '.join(sorted(theirs))}, and without {', '.join(sorted(ours))}.",
+            hint="Build the optimizer that was saved, or leave it out of the load (exclude=).",
+        )
 
 
 # -- complete states ----------------------------------------------------------------------------------
@@ -183,6 +216,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
         if not isinstance(entry, ParameterState) or entry
     }
     groups = [dict(group) for group in state["param_groups"]]
+    for group, saved in zip(optimizer.param_groups, groups, strict=False):
+        check_settings(optimizer, group, saved)
     optimizer.load_state_dict({**state, "state": states, "param_groups": groups})
     # An optimizer with its own load_state_dict decides itself what it casts.
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
