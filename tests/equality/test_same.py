@@ -107,9 +107,15 @@ def test_what_is_no_weight_is_passed_over_and_diff_sees_it(name: str, tmp_path: 
         objects = {"sparse": other.to_sparse(), "array": other.numpy()}
         state = {"w": torch.ones(3), name: objects.get(name, {"w": other})}
         holdfast.save(state, tmp_path / place, job=holdfast.Job(no_dist=True))
-    assert holdfast.same(tmp_path / "a", tmp_path / "b").same
-    done = CliRunner().invoke(cli, ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json"])
-    assert done.exit_code == 1
+    found = holdfast.same(tmp_path / "a", tmp_path / "b")
+    assert found.same
+    assert found.objects == ((name,) if name in objects else ())
+    assert (f"not compared: what is stored as an object ({name!r})" in str(found)) == (name in objects)
+    assert not holdfast.same(tmp_path / "a", tmp_path / "b", exclude=[name]).objects
+    places = str(tmp_path / "a"), str(tmp_path / "b")
+    shown = CliRunner().invoke(cli, ["same", *places])
+    assert (f"Not compared: 1 object, {name}; holdfast diff" in shown.output) == (name in objects)
+    assert CliRunner().invoke(cli, ["diff", *places, "--json"]).exit_code == 1
 
 
 @pytest.mark.parametrize("options", [MARKED, PLAIN], ids=["fingerprints", "read"])

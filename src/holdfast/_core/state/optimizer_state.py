@@ -101,7 +101,7 @@ def check_settings(
         raise BadInput(
             f"The checkpoint's optimizer was another one than {type(optimizer).__name__}: it was saved with "
             f"{', '.join(sorted(theirs))}, and without {', '.join(sorted(ours))}.",
-            hint="Build the optimizer that was saved, or leave it out of the load (exclude=).",
+            hint="Build the optimizer that was saved, or leave it out of the load.",
         )
 
 

@@ -105,6 +105,7 @@ def same(
         first.prefix,
         second.prefix,
         work.by_fingerprints,
+        tuple(sorted(filter(keep, {*lead.objects(), *other.objects()}))),
     )
 
 

@@ -23,7 +23,7 @@ from holdfast._core.io.open_checkpoint import open_source
 from holdfast._core.io.slice import Slice
 from holdfast._core.io.source import Source
 from holdfast._core.layout.box import Box
-from holdfast._core.layout.tensor import CODE_OF, DTYPES, TENSOR, TensorSpec
+from holdfast._core.layout.tensor import CODE_OF, DTYPES, OBJECT, TENSOR, TensorSpec
 from holdfast._core.loading.boxes import Wanted, read_boxes
 from holdfast._core.ready import ready
 from holdfast._core.store.base import Folder, Store
@@ -56,6 +56,9 @@ class LiveSide:
 
     def packed(self) -> dict[str, PackedForm]:
         return {}
+
+    def objects(self) -> list[str]:
+        return []
 
     def unpack(self, forms: Mapping[str, PackedForm]) -> None:
         """Do nothing: a state has no packed tensors."""
@@ -126,6 +129,10 @@ class FolderSide:
     @cached_property
     def _specs(self) -> dict[str, TensorSpec]:
         return {spec.name: spec for spec in self._columns.specs() if spec.kind == TENSOR}
+
+    def objects(self) -> list[str]:
+        """Return the names of what is stored as an object."""
+        return [spec.name for spec in self._columns.specs() if spec.kind == OBJECT]
 
     def packed(self) -> dict[str, PackedForm]:
         """Return how elements are packed, by the names of their tensors."""

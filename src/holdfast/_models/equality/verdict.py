@@ -9,7 +9,7 @@ import msgspec
 from holdfast._core.layout.tensor import Dims, listed
 
 _SHOWN = 3
-"""Wrong tensors of an engine that the text of a result names."""
+"""Wrong tensors of an engine, or objects, that the text of a result names."""
 
 
 class Unlike(msgspec.Struct, frozen=True):
@@ -68,6 +68,9 @@ class Same(msgspec.Struct, frozen=True):
     prefix_b: str = ""
     by_fingerprints: int = 0
     """How many tensors were compared by fingerprints that both places have."""
+    objects: tuple[str, ...] = ()
+    """Names of what is stored as an object in a place, such as a NumPy array or a sparse tensor, under a name
+    that a weight could have. They were not compared."""
 
     def __str__(self) -> str:
         said = [f"the same: {_tensors(self.equal)}"]
@@ -84,6 +87,8 @@ class Same(msgspec.Struct, frozen=True):
             said.append(f"names in {place} are without {prefix!r}")
         if self.not_in_engine:
             said += [f"not in the engine, and not compared: {_tensors(len(self.not_in_engine))}"]
+        if self.objects:
+            said.append(f"not compared: what is stored as an object ({listed(self.objects, repr, _SHOWN)})")
         return "; ".join(said)
 
     def prefixes(self) -> list[tuple[str, str]]:

@@ -64,6 +64,11 @@ def _show(a: str, b: str, comparison: Same) -> None:
         output.say(f"Rounded for this: {output.listed(rounded, 3)}.")
     if comparison.merge:
         output.say(f"{comparison.merge}.")
+    if comparison.objects:
+        output.say(
+            f"Not compared: {output.count(len(comparison.objects), 'object')}, "
+            f"{output.listed(comparison.objects, 3)}; holdfast diff compares them."
+        )
     rows = [(one.name, "weights", _detail(one)) for one in comparison.different]
     read = f"{size_text(comparison.bytes_read)} of weights read"
     if not comparison.bytes_read:
