@@ -74,7 +74,7 @@ def load(
         Hugging Face's format.
     include, exclude: shell patterns of names; `model` means everything under it.
     strict: a name that is missing in the checkpoint is an error; if False, it keeps its value and is
-        reported. A load that fills no tensor at all is always an error.
+        reported. If the checkpoint has none of the state's tensors, the load is always an error.
     cast: convert tensors to the dtypes of the state, as `Tensor.copy_` does; without a state, a dtype for all
         floating-point tensors.
     rename: maps names in the checkpoint to names in the state: a dict of names or subtrees, such as
