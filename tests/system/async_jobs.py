@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.support.collectives import counted
 from tests.support.waiting import wait_until
 from tests.system.jobs import moe_state
 
-JOB = holdfast.Job(timeout=30, stall_timeout=5)
+JOB = holdfast.Job(timeout=30, stall_timeout=25)  # storage of a busy machine may rest for seconds
 
 
 def writer_process() -> psutil.Process:
@@ -60,8 +59,7 @@ def save_and_spoil(rank: int, folder: str, job: holdfast.Job) -> list[str]:
 def mishap(rank: int, folder: str, victim: int, what: str, job: holdfast.Job) -> tuple[str, float, str, bool]:
     """A save that meets something bad on one rank's writer; then one that must succeed."""
     state = moe_state(rank, 1)
-    patient = replace(JOB, stall_timeout=25)  # a busy machine may take long to start a writer process
-    holdfast.async_save(state, f"{folder}/step-0", job=patient).committed(30)
+    holdfast.async_save(state, f"{folder}/step-0", job=JOB).committed(30)
     writer = queue_of_this_thread().writer
     assert writer.pid is not None
     stop: Any = lambda: None  # noqa: E731
@@ -93,7 +91,7 @@ def mishap(rank: int, folder: str, victim: int, what: str, job: holdfast.Job) ->
     took = time.monotonic() - begun
     stop()
     dist.barrier()
-    holdfast.async_save(state, f"{folder}/step-2", job=patient).committed(30)
+    holdfast.async_save(state, f"{folder}/step-2", job=JOB).committed(30)
     left = os.path.exists(f"{folder}/step-1/index.safetensors")
     files = sorted(os.listdir(f"{folder}/step-1/data")) if os.path.exists(f"{folder}/step-1/data") else []
     return said, took, ",".join(files), left
