@@ -122,3 +122,22 @@ def test_a_writer_that_closes_its_connection_and_stays_is_told_as_that(
     job = WriteJob(0, 0, 0, str(tmp_path), 0, [], [], [], [], [], [], [], {"attempt": "a"}, Options())
     with pytest.raises(WriterDied, match=r"has closed its connection, and not ended, before it had written"):
         writer.write(Arena(), job, lambda total: None, lambda moved: None, lambda: None)
+
+
+def test_a_process_that_is_long_in_dying_is_reaped_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise Python warns that it is still running, in whatever code runs when it is forgotten."""
+    client = WriterClient()
+    client.start()
+    process = client._process
+    assert process is not None
+
+    def wait(seconds: float) -> int:
+        raise subprocess.TimeoutExpired("it", seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "wait", wait)
+        client.kill()
+    assert process in writer_client._dying
+    process.wait(30)
+    client.kill()
+    assert process not in writer_client._dying

@@ -45,6 +45,8 @@ LOOK = 0.25
 
 
 _known: WeakSet[WriterClient] = WeakSet()
+_dying: list[subprocess.Popen[bytes]] = []
+"""Killed processes that had not ended yet when nobody waited for them any more."""
 
 
 def _forked() -> None:
@@ -225,11 +227,14 @@ class WriterClient:
         """Kill the process. Its unfinished files belong to no checkpoint."""
         process, wire = self._process, self._wire
         self._process = self._wire = None
+        _dying[:] = [each for each in _dying if each.poll() is None]
         if process is not None:  # before closing the socket, so that a thread blocked in sending wakes up
             with suppress(OSError):
                 process.kill()
-            with suppress(subprocess.TimeoutExpired):
+            try:
                 # A process that is blocked in the kernel (hanging storage) can't be killed: wait no longer.
                 process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                _dying.append(process)
         if wire is not None:
             wire.socket.close()
