@@ -19,6 +19,7 @@ from holdfast._core.store import object_client, object_publish, object_writer
 from holdfast._core.store.local import open_store
 from holdfast.errors import HoldfastError, StorageError
 from tests.support.object_servers import Proxy
+from tests.support.waiting import wait_for_threads
 
 pytest.importorskip("obstore")
 ALONE = holdfast.Job(no_dist=True)
@@ -235,21 +236,22 @@ def test_a_request_that_the_server_does_not_know_is_not_repeated(
         "Opening": lambda: store.open("before"),
         "Looking at": lambda: store.stat("before"),
     }
-    with pytest.raises(StorageError, match=f"{doing} .*does not know such requests"):
+    with pytest.raises(StorageError, match=f"{doing} .*does not know such requests") as told:
         acts[doing]()
+    assert ("conditional writes" in told.value.hint) == (doing == "Publishing")
     assert len(proxy.requests()) == 1
 
 
 def test_a_request_that_nobody_waits_for_is_not_repeated(proxy: Proxy, place: str) -> None:
     store = open_store(place)
     store.list()
+    proxy.requests()
     proxy.rule = lambda *_: "503"
+    before = threading.enumerate()
     with pytest.raises(StorageError):
         store.bounded(Deadline(0.5)).stat("index")
-    time.sleep(0.5)  # for a repetition that was under way
+    wait_for_threads(before)  # far sooner than PATIENCE
     assert proxy.requests()
-    time.sleep(0.5)
-    assert not proxy.requests()
 
 
 def test_a_server_that_stays_busy_is_given_up_in_time(

@@ -32,11 +32,15 @@ def remount(place: Path, options: str) -> None:
 def unmount(place: Path) -> None:
     """Unmount as soon as nobody is at work there: a rank that has reported its error may still look at its run.
 
-    A folder on which nothing is mounted (any more) is fine.
+    Does nothing where nothing is mounted.
     """
 
-    def idle() -> bool:
+    def is_gone() -> bool:
+        mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        if str(place) not in mounted:
+            return True
         done = subprocess.run(["umount", place], capture_output=True, text=True, timeout=30)
-        return "busy" not in done.stderr
+        assert not done.returncode or "busy" in done.stderr, done.stderr
+        return False
 
-    wait_until(idle)
+    wait_until(is_gone)

@@ -170,6 +170,13 @@ REFUSED: dict[str, tuple[dict[str, Any] | None, Tensors, type[HoldfastError], st
     ),
     "not symmetric": (kimi(symmetric=False), {}, BadInput, "quantized by compressed-tensors"),
     "another number of bits": (kimi(num_bits=3), {}, BadInput, "quantized by compressed-tensors"),
+    "bits that are no whole number": (kimi(num_bits=4.0), {}, BadInput, "quantized by compressed-tensors"),
+    "groups beyond all columns": (
+        kimi(group_size=10**30),
+        {"scale": torch.ones(ROWS, 1)},
+        BadInput,
+        "quantized by compressed-tensors",
+    ),
     "other groups": (kimi(group_size=16), {}, BadInput, "quantized by compressed-tensors"),
     "no configuration": (None, {}, BadInput, "quantized by GPTQ or AWQ"),
     "an order of its own": (kimi(), {"g_idx": torch.zeros(COLUMNS)}, BadInput, "by compressed-tensors"),
@@ -193,6 +200,19 @@ def test_other_forms_are_refused_and_nothing_is_read(name: str, tmp_path: Path) 
     with pytest.raises(error, match=sentence):
         holdfast.load(state, tmp_path)
     assert (state["w.weight"] == 7).all()
+
+
+def test_scales_that_are_no_numbers_are_not_imported(tmp_path: Path) -> None:
+    for way, part in (("int4", "weight_scale"), ("e2m1", "scale")):
+        make, about, how = WAYS[way]
+        tensors, _ = make("w", **how)
+        publish(tmp_path / way, about, tensors)
+        huggingface.import_(tmp_path / way, tmp_path / f"{way} imported", strict=False)
+        scales = tensors[f"w.{part}"].float()
+        scales[3, 1] = float("nan")
+        publish(tmp_path / way, about, {**tensors, f"w.{part}": scales.to(tensors[f"w.{part}"].dtype)})
+        with pytest.raises(BadInput, match=f"NaN or infinity in the scales 'w.{part}'"):
+            huggingface.import_(tmp_path / way, tmp_path / f"{way} refused", strict=False)
 
 
 def test_a_state_of_another_shape_or_dtype_is_refused(tmp_path: Path) -> None:

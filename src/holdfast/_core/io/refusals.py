@@ -19,7 +19,7 @@ MOST_NOTES = 16
 
 _NO_RIGHT = (
     " Give this job the right to delete there (s3:DeleteObject; storage.objects.delete; in a file system, to "
-    "write to the folders of steps)."
+    "write to the folders of steps), if it has none."
 )
 
 

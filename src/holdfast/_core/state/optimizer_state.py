@@ -97,7 +97,7 @@ def check_settings(
     its own: it has settings of torch's optimizers that this one lacks, and lacks some of this one's."""
     # Not by one alone: versions of torch add settings, and schedulers and users keep others there.
     theirs, ours = (saved.keys() - group.keys()) & _settings(), optimizer.defaults.keys() - saved.keys()
-    if saved and theirs and ours:
+    if theirs and ours:
         raise BadInput(
             f"The checkpoint's optimizer was another one than {type(optimizer).__name__}: it was saved with "
             f"{', '.join(sorted(theirs))}, and without {', '.join(sorted(ours))}.",

@@ -47,6 +47,11 @@ _DO = {
     "RequestTimeTooSkewed": "Set the clock of this host.",
 }
 """What to do, by the server's code."""
+_KNOWS = {
+    "Publishing": "Use a server that knows conditional writes (If-None-Match, If-Match).",
+    "Deleting": "Use a server that knows deletions of several objects in one request.",
+}
+"""What a server does not know that answers so."""
 _ROLE = re.compile(
     r"[a-z]+://[^/\s]+/(?:latest/(?:api/token|meta-data)|computeMetadata/|metadata/identity)", re.IGNORECASE
 )
@@ -163,8 +168,7 @@ def explained(doing: str, url: str, error: BaseException, seconds: float) -> Sto
         hint = "Save less often, from fewer ranks at once, or ask your provider for more requests."
     elif status == 501 or code == "NotImplemented":
         why = "this server does not know such requests"
-        needed = {"Deleting": "deletions of several objects in one request", "Writing": "uploads in parts"}
-        hint = f"Use a server that knows {needed.get(doing, 'conditional writes (If-None-Match, If-Match)')}."
+        hint = _KNOWS.get(doing, "")
     elif status or code:
         said = f"status {status}" if status else "an error"
         said += f" ({code})" if code else ""

@@ -71,4 +71,5 @@ def _whole_numbers(
         return None
     form = PackedForm(stored, scales, bits, 32 // bits, group or stored.shape[1] * 32 // bits, False)
     rows, columns = form.shape
-    return form if scales.shape == (rows, -(-columns // form.group)) else None
+    fits = form.group <= columns and scales.shape == (rows, -(-columns // form.group))
+    return form if fits else None

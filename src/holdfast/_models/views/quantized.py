@@ -95,7 +95,7 @@ def whole_numbers(quantization: object) -> tuple[int, int] | None:
         bits, strategy = weights.get("num_bits"), weights.get("strategy")
         group = {"group": weights.get("group_size"), "channel": 0}.get(str(strategy))
         is_plain = weights.get("type") == "int" and weights.get("symmetric") is not False
-        if not is_plain or bits not in (4, 8) or type(group) is not int or group < 0:
+        if not is_plain or type(bits) is not int or bits not in (4, 8) or type(group) is not int or group < 0:
             return None
         found.add((bits, group))
     is_packed = quantization.get("format") == "pack-quantized"

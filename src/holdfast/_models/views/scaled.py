@@ -60,10 +60,16 @@ def in_8_bits(source: PublishedModel, place: Place, target: torch.Tensor, origin
 
 
 def check_scales(source: PublishedModel, place: Place) -> None:
-    """Raise BadInput if a tensor is the scales of one in 8 bits, and has NaN or infinity in it."""
-    base = source.place(base_of(place.name))
-    is_in_8_bits = base is not None and base.code == IN_8_BITS and place.code in SCALE_CODES
-    if is_in_8_bits and base is not None and place.name in scale_names(base.name):
+    """Raise BadInput if a tensor is the scales of one in 8 bits, or of packed elements, and has NaN or
+    infinity in it."""
+    name = base_of(place.name)
+    base, packed = source.place(name), source.packed(name)
+    if packed is not None:
+        are_scales = packed.scales.name == place.name
+    else:
+        is_in_8_bits = base is not None and base.code == IN_8_BITS and place.code in SCALE_CODES
+        are_scales = is_in_8_bits and place.name in scale_names(name)
+    if are_scales:
         values_of(source, place)
 
 
