@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,11 +19,14 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._core.io import file_writer
+from holdfast._core.saving import commit, job
 from holdfast._core.store.local import open_store
 from holdfast.errors import CommitUnconfirmed, HoldfastError, StorageError
 from tests.support.object_servers import BUCKET, Proxy, moto, request, s3_environment
 from tests.support.ports import HOST, held_port
 from tests.support.processes import ProcessWorld, Result
+from tests.support.waiting import wait_for_threads
 
 pytest.importorskip("obstore")
 ALONE = holdfast.Job(no_dist=True)
@@ -135,7 +139,14 @@ def test_a_writer_process_that_is_killed_at_a_request(proxy: Proxy, fate: str) -
     "number", [0, 7, *(pytest.param(number, marks=pytest.mark.soak) for number in range(1, 7))]
 )
 def test_a_server_that_is_killed_at_a_request(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in (
+        (commit, "LOOK_AGAIN"),
+        (job, "DISCARDED_WITHIN"),
+        (file_writer, "DISCARDED_WITHIN"),
+    ):
+        monkeypatch.setattr(module, name, 0.5)
     started: list[subprocess.Popen[bytes]] = []
+    before = threading.enumerate()
     with moto(started) as port:
         proxy = Proxy(port)
         for name, value in s3_environment(proxy.port).items():
@@ -155,6 +166,7 @@ def test_a_server_that_is_killed_at_a_request(number: int, monkeypatch: pytest.M
         sent = any(line.startswith("PUT") and "index.safetensors" in line for line in proxy.requests())
         assert isinstance(caught.value, CommitUnconfirmed) == sent, caught.value
         proxy.close()
+        wait_for_threads(before)  # or their requests go to the server of the next test
 
 
 # -- real servers that lie ----------------------------------------------------------------------------------------

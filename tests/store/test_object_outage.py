@@ -15,11 +15,13 @@ import torch
 
 import holdfast
 from holdfast._core.base.deadline import Deadline
+from holdfast._core.roster.memory import MemoryRoster
 from holdfast._core.run import local_tier, owner
 from holdfast._core.store import object_client, pins
 from holdfast._core.store.local import open_store
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import CommitUnconfirmed, HoldfastError, StorageError
 from tests.support.object_servers import Asked, Proxy, forward, hurry
+from tests.support.threads import on_ranks
 from tests.support.waiting import wait_until
 
 pytest.importorskip("obstore")
@@ -215,6 +217,44 @@ def test_the_first_save_of_a_start_is_committed_on_its_host_without_the_run(
     proxy.rule = lambda *_: "pass"
     assert saved.durable(120).path.startswith(place)
     checkpoints.close()
+
+
+# -- after the deadline ---------------------------------------------------------------------------------
+
+
+def outcomes_of_two_ranks(place: str, seconds: float) -> list[HoldfastError | None]:
+    """Save on two ranks with this timeout; return the error of each."""
+
+    def one(roster: MemoryRoster) -> HoldfastError | None:
+        try:
+            holdfast.save(
+                {f"w{roster.rank}": torch.ones(9)}, place, job=holdfast.Job(roster=roster, timeout=seconds)
+            )
+        except HoldfastError as error:
+            return error
+        return None
+
+    return on_ranks(2, one)
+
+
+def test_a_rank_deletes_its_file_though_the_deadline_has_passed(proxy: Proxy, place: str) -> None:
+    proxy.rule = lambda method, path, *_: "hang" if method == "PUT" and "-r00001" in path else "pass"
+    outcomes = outcomes_of_two_ranks(place, 2.0)
+    assert all("-r00001.safetensors failed: within 2 s" in str(error) for error in outcomes)
+    assert any("-r00000" in line for line in proxy.requests() if line.startswith("PUT"))
+    proxy.rule = lambda *_: "pass"
+    wait_until(lambda: open_store(place).list() == [])
+
+
+def test_ranks_look_for_the_index_though_the_deadline_has_passed(proxy: Proxy, place: str) -> None:
+    proxy.rule = lambda method, path, *_: (
+        "held" if method == "PUT" and path.endswith("/index.safetensors") else "pass"
+    )
+    outcomes = outcomes_of_two_ranks(place, 2.0)
+    for error in outcomes:
+        assert isinstance(error, CommitUnconfirmed)
+        assert "the index is in place" in str(error)
+    assert sum("/index.safetensors" in line for line in proxy.requests()) < 20
 
 
 # -- refusals -------------------------------------------------------------------------------------------

@@ -12,15 +12,16 @@ from holdfast._core.background.stage import Into, Staged, aligned_bytes, stage_w
 from holdfast._core.background.writer_client import WriterClient
 from holdfast._core.background.writer_messages import WriteJob
 from holdfast._core.background.writer_process import write_job
+from holdfast._core.base.deadline import Deadline
 from holdfast._core.base.options import Options
 from holdfast._core.format.names import DATA, WrittenFile
-from holdfast._core.io.file_writer import About, discard, split_files
+from holdfast._core.io.file_writer import DISCARDED_WITHIN, About, discard, split_files
 from holdfast._core.layout.tensor import OBJECT, Replica
 from holdfast._core.plan.save import plan_save
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.saving.job import SaveJob
 from holdfast._core.state.memory import BytesMemory
-from holdfast._core.store.base import Store, capabilities
+from holdfast._core.store.base import Store, bounded, capabilities
 from holdfast._core.store.schemes import environment
 from holdfast.errors import HoldfastError
 
@@ -158,7 +159,8 @@ def forget_copied(table: ShardTable) -> None:
 
 
 def _sweep(store: Store, attempt: str, rank: int) -> None:
-    """Delete the files that a killed writer left behind."""
+    """Delete the files that a killed writer left behind. The deadline of the save may have passed."""
+    store = bounded(store, Deadline(DISCARDED_WITHIN))
     with suppress(HoldfastError):
         mine = f"{attempt}-r{rank:05d}"  # followed by the number of a part, or by the suffix
         names = [name for name in store.list(DATA) if name.startswith((f"{mine}-", f"{mine}."))]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdfast._core.base.deadline import Deadline
 from holdfast._core.base.options import Options
 from holdfast._core.base.values import Message
 from holdfast._core.format.columns import Array, Columns, expand_ranges, unpad
@@ -36,10 +37,12 @@ from holdfast._core.io.unchanged import Earlier, Linked, all_changed, link_uncha
 from holdfast._core.layout.tensor import DTYPES
 from holdfast._core.plan.merge import reordered
 from holdfast._core.plan.shard_table import PlannedRows, SavePlan, ShardTable
-from holdfast._core.store.base import Store, Writer, capabilities, create_sized
+from holdfast._core.store.base import Store, Writer, bounded, capabilities, create_sized
 
 CHUNKS_PER_FILE = 200_000
 """Limit of chunks, so that the header stays below DATA_HEADER_BYTES with names of up to 400 bytes."""
+DISCARDED_WITHIN = 20.0
+"""Seconds for the requests that delete a rank's files after a failure."""
 
 
 About = Message
@@ -129,6 +132,8 @@ def discard(store: Store, names: list[str], claimed: tuple[str, int] | None = No
 
     claimed: the attempt and the rank that refer to files of earlier steps, if there are such names.
     """
+    # The deadline of the save may have passed.
+    store = bounded(store, Deadline(DISCARDED_WITHIN))
     if claimed is not None:
         release(store, by_folder(names), *claimed)
     for name in names:

@@ -33,6 +33,7 @@ from holdfast._core.store.base import (
     NotFound,
     Store,
     Unsettled,
+    bounded,
     capabilities,
     open_at,
     version_of,
@@ -56,6 +57,9 @@ AT_ONCE = 0.002
 because several would only contend."""
 LOOK_AGAIN = 10.0
 """Seconds for which a commit checks for its index after an unexplained failure of the store."""
+LOOK = 1.0
+"""Seconds for a look at the index at least, also when the deadline has passed: what it finds decides what the
+call says."""
 
 
 NOT_OURS = (
@@ -332,9 +336,10 @@ class Commit:
         `seconds`."""
         clock = self.deadline.clock
         ends = clock.now() + seconds
+        store = bounded(self.store, Deadline(max(seconds, LOOK), clock))
         while True:
             try:
-                return version_of(self.store, INDEX) == self.data[-VERSION_BYTES:]
+                return version_of(store, INDEX) == self.data[-VERSION_BYTES:]
             except Exception as error:
                 log.debug("%s: the index can't be looked at: %s", self.title, error)
             if clock.now() >= ends:

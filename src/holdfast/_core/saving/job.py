@@ -14,9 +14,17 @@ from typing import Protocol
 
 import msgspec
 
+from holdfast._core.base.deadline import Deadline
 from holdfast._core.base.values import Json
 from holdfast._core.format.names import WrittenFile, data_file
-from holdfast._core.io.file_writer import About, WriteRequest, discard, names_of, write_files
+from holdfast._core.io.file_writer import (
+    DISCARDED_WITHIN,
+    About,
+    WriteRequest,
+    discard,
+    names_of,
+    write_files,
+)
 from holdfast._core.io.old_steps import remove_marks, remove_replaced
 from holdfast._core.io.references import can_refer
 from holdfast._core.io.unchanged import Earlier, recall, remember
@@ -31,13 +39,13 @@ from holdfast._core.protocol.operation import Operation, read_state
 from holdfast._core.protocol.phases import TRANSITIONS
 from holdfast._core.saving.begin_commit import begin_commit
 from holdfast._core.saving.cleanup import clean_up
-from holdfast._core.saving.commit import NOT_OURS, Commit, digest_of_report, is_of_attempt
+from holdfast._core.saving.commit import LOOK, NOT_OURS, Commit, digest_of_report, is_of_attempt
 from holdfast._core.saving.holders import Holders, assign
 from holdfast._core.saving.one_at_a_time import publishing
 from holdfast._core.saving.request import PREVIOUS, SaveRequest
 from holdfast._core.state.flatten import build_shard_table, flatten, select
 from holdfast._core.state.memory import CallerStreams
-from holdfast._core.store.base import Entry, Folder, Kind, capabilities, look_at_files
+from holdfast._core.store.base import Entry, Folder, Kind, Store, bounded, capabilities, look_at_files
 from holdfast._core.store.local import open_store
 from holdfast.errors import CommitUnconfirmed, HoldfastError, IdleRanks, SaveFailed, StorageError
 
@@ -283,14 +291,19 @@ class SaveJob:
 
     def is_committed(self) -> bool:
         """Return whether this rank sees the index of this attempt in storage."""
-        return is_of_attempt(self.store, self.attempt) is True
+        return is_of_attempt(self._for_a_look(), self.attempt) is True
 
     def is_moved(self) -> bool:
         """Return whether the files that this rank has written are gone."""
         with suppress(HoldfastError):
-            own = [file.name for file in self.files]
-            return bool(own) and all(self.store.stat(name) is None for name in own)
+            own, store = [file.name for file in self.files], self._for_a_look()
+            return bool(own) and all(store.stat(name) is None for name in own)
         return False
+
+    def _for_a_look(self) -> Store:
+        """Return the folder for requests that have LOOK seconds at least: the deadline may have passed."""
+        deadline = self.request.call.deadline
+        return bounded(self.store, Deadline(max(LOOK, deadline.left()), deadline.clock))
 
     def mark(self) -> None:
         """Committer, after the commit: delete the markers of the replaced save, and call `request.mark`."""
@@ -314,9 +327,10 @@ class SaveJob:
 
     def discard(self) -> None:
         """Delete this rank's files after a failure, if no index can refer to them."""
-        # None: storage does not tell, so nothing is deleted.
-        if self.files and is_of_attempt(self.store, self.attempt) is False:
-            discard(self.store, names_of(self.files), (self.attempt, self.rank))
+        # The deadline may have passed. None: storage does not tell, so nothing is deleted.
+        store = bounded(self.store, Deadline(DISCARDED_WITHIN))
+        if self.files and is_of_attempt(store, self.attempt) is False:
+            discard(store, names_of(self.files), (self.attempt, self.rank))
 
 
 def save(

@@ -232,11 +232,11 @@ class Client:
             try:
                 result = action()
             except Exception as error:
-                if is_final(error) and credentials != current_environment():
+                now = REAL_CLOCK.now()
+                if is_final(error) and credentials != current_environment() and now < ends:
                     continue  # they were being renewed, one variable after the other
                 self.has_answered = self.has_answered or is_answer(error)
                 patience = PATIENCE if self.has_answered or tries < FIRST_TRIES else FIRST_ANSWER
-                now = REAL_CLOCK.now()
                 rest = begun + patience - now
                 if not is_passing(error) or rest <= 0 or now + pause > ends:
                     raise

@@ -261,7 +261,7 @@ class ObjectStore:
         """Return whether there is any object in a folder."""
 
         def look() -> bool:
-            pages = library().list(self._client.pages, prefix or None, chunk_size=16)
+            pages = library().list(self._client.once, prefix or None, chunk_size=16)
             return any(PROBE not in meta["path"] for page in pages for meta in page)
 
         return self._client.call("Listing", prefix, look, self._deadline)
