@@ -34,3 +34,9 @@ def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 def place(request: pytest.FixtureRequest) -> str:
     """A folder of the test's own."""
     return f"s3://{BUCKET}/{re.sub('[^a-z0-9_]+', '-', request.node.name.lower())}"
+
+
+@pytest.fixture
+def deletions_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a read waits until its pin is deleted, on a busy machine, too: what comes next may remove the step."""
+    monkeypatch.setattr(pins, "_DELETED_WITHIN", 60.0)

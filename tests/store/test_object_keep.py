@@ -21,6 +21,7 @@ from holdfast._core.store.local import open_store
 from tests.support.object_servers import Asked, Proxy, forward
 
 pytest.importorskip("obstore")
+pytestmark = pytest.mark.usefixtures("deletions_are_waited_for")
 ALONE = holdfast.Job(no_dist=True)
 SAVE = 11 + 1
 """Requests of a save that removes nothing."""

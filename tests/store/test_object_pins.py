@@ -30,6 +30,7 @@ from tests.support.object_servers import BUCKET, Proxy, hurry, s3_environment
 from tests.support.waiting import wait_until
 
 pytest.importorskip("obstore")
+pytestmark = pytest.mark.usefixtures("deletions_are_waited_for")
 ALONE = holdfast.Job(no_dist=True)
 SOURCE = str(Path(holdfast.__file__).parents[1])
 

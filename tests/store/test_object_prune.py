@@ -30,6 +30,7 @@ from holdfast.errors import HoldfastError
 from tests.support.object_servers import Proxy, hurry
 
 pytest.importorskip("obstore")
+pytestmark = pytest.mark.usefixtures("deletions_are_waited_for")
 ALONE = holdfast.Job(no_dist=True)
 SOURCE = str(Path(holdfast.__file__).parents[1])
 

@@ -29,6 +29,7 @@ from tests.support.object_servers import BUCKET, Asked, Proxy, forward, lies, s3
 from tests.support.processes import ProcessWorld
 
 pytest.importorskip("obstore")
+pytestmark = pytest.mark.usefixtures("deletions_are_waited_for")
 ALONE = holdfast.Job(no_dist=True)
 SOURCE = str(Path(holdfast.__file__).parents[1])
 

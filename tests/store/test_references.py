@@ -32,6 +32,7 @@ from tests.store.test_object_pins import folder, objects, plant
 from tests.support.object_servers import Proxy
 
 pytest.importorskip("obstore")
+pytestmark = pytest.mark.usefixtures("deletions_are_waited_for")
 LINK = holdfast.Options(link_unchanged=True)
 ALONE = holdfast.Job(no_dist=True, options=LINK)
 BASE = torch.arange(3000.0)

@@ -125,7 +125,7 @@ class Pin:
     def close(self) -> None:
         self.let_go()
         if self._file is not None:
-            self._file.close()
+            self._file.close(_DELETED_WITHIN)
 
     def let_go(self) -> None:
         """Close it without waiting for storage, as in a finalizer."""
@@ -237,7 +237,7 @@ class _PinFile:
             with suppress(RuntimeError):  # a second time
                 self._reads.release()
 
-    def close(self, seconds: float = _DELETED_WITHIN) -> None:
+    def close(self, seconds: float) -> None:
         """Delete it. Does not wait for longer than this."""
         if self._pid == os.getpid():
             self.let_go()
