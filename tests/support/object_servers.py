@@ -217,9 +217,7 @@ class Proxy:
             status, headers, data = self._upstream(handler, body)
         except OSError:
             return _close(handler)
-        if fate == "held":
-            self._stopped.wait(60)
-        if fate in ("held", "lost", "late"):
+        if fate in ("lost", "late"):
             return _close(handler)
         half_of = len(data) // 2 if fate == "short" else None
         _answer(handler, status, headers, data, half_of)
