@@ -19,6 +19,7 @@ from holdfast._core.format.names import IMPORTED_MODEL, INDEX, METADATA, SLICE, 
 from holdfast._core.format.slice import CHECKPOINT, read_origin
 from holdfast._core.io import registered_openers
 from holdfast._core.io.open_files import OnDemand, OpenFiles
+from holdfast._core.io.other_metadata import check_other_metadata
 from holdfast._core.io.slice import CopyOfStep, Slice
 from holdfast._core.io.small_files import read_file
 from holdfast._core.io.source import Source
@@ -50,6 +51,8 @@ def choose_source(store: Store, opened: ExitStack) -> Source:
 def _checkpoint(store: Store, opened: ExitStack) -> Source | None:
     """Return the Holdfast checkpoint, or the published model that was imported as one."""
     index = _index(store, INDEX, opened)
+    if index is not None:
+        check_other_metadata(store, index.about)
     notes = index.about.get("notes") if index is not None else None
     imported = isinstance(notes, dict) and notes.get("imported") == IMPORTED_MODEL
     if imported:

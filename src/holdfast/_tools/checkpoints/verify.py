@@ -29,6 +29,7 @@ from holdfast._core.format.index import Index
 from holdfast._core.format.index_pages import PAGE
 from holdfast._core.format.local_copy import read_copy
 from holdfast._core.format.names import INDEX
+from holdfast._core.io.other_metadata import check_other_metadata
 from holdfast._core.layout.coverage import first_problem
 from holdfast._core.store.base import Folder, Reader, Store
 from holdfast._core.store.pins import Pin
@@ -122,6 +123,8 @@ def _open_index(store: Store, damage: list[Damage]) -> tuple[Columns, dict[str, 
             # Lists all bad pages; `select` would raise at the first.
             pages = list(_bad_pages(reader))
             damage += pages
+            if not pages:
+                check_other_metadata(store, index.about)
             return None if pages else (index.select(), index.about)
     except HoldfastError as error:
         damage.append(Damage(INDEX, error.message))
