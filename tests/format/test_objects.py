@@ -10,6 +10,8 @@ import math
 import os
 import pickle
 import random
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -289,3 +291,24 @@ def test_preview_is_one_short_line() -> None:
     assert len(plain_objects.preview(objects.encode(list(range(1000)), ""))) == 60
     assert "weights-only" in plain_objects.preview(objects.encode(torch.zeros(2), ""))
     assert plain_objects.preview(b"J{") == "<damaged>"
+
+
+def test_preview_of_a_set_is_the_same_in_each_process() -> None:
+    """Ranks compare it. A set of texts has another order in each process."""
+    value = {frozenset(), frozenset("abc"), *"xyz"}
+    code = (
+        "from holdfast._core.format.plain_objects import PLAIN, preview, to_json; import json; "
+        f"print(preview(PLAIN + json.dumps(to_json({value!r})).encode(), 99))"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for seed in "123"
+    }
+    assert said == {"{'x', 'y', 'z', frozenset({'a', 'b', 'c'}), frozenset()}\n"}

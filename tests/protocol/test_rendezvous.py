@@ -95,6 +95,12 @@ def test_a_list_and_a_tuple_are_the_same_argument(
     assert two[0].enter(include=["w"]).key == two[1].enter(**arguments).key
 
 
+def test_sets_with_the_same_elements_are_the_same_argument(two: tuple[Rank, Rank]) -> None:
+    """Texts in a set have another order in each process; these numbers have it here."""
+    assert repr({0, 8}) != repr({8, 0})
+    assert two[0].enter(include={0, 8}).key == two[1].enter(include={8, 0}).key
+
+
 def test_other_arguments_never_meet(two: tuple[Rank, Rank]) -> None:
     assert two[0].enter(include=["w"]).key != two[1].enter(include=["v"]).key
 

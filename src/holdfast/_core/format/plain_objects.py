@@ -143,12 +143,32 @@ def without_classes(data: bytes) -> object:
     return PlainDecoder().read(json.loads(data[1:]))
 
 
+class _Members:
+    """A set for display, in the order of its encoding: that of a set differs between processes."""
+
+    def __init__(self, kind: str, members: list[object]) -> None:
+        self._kind, self._members = kind, members
+
+    def __repr__(self) -> str:
+        if not self._members:
+            return f"{self._kind}()"
+        members = f"{{{', '.join(map(repr, self._members))}}}"
+        return members if self._kind == "set" else f"{self._kind}({members})"
+
+
+class _ForDisplay(PlainDecoder):
+    def _tagged(self, tag: str, content: Json, of: Json) -> object:
+        if tag in ("set", "frozenset"):
+            return _Members(tag, self.keys(content))
+        return super()._tagged(tag, content, of)
+
+
 def preview(data: bytes, limit: int = 60) -> str:
-    """Return one line that describes a value, without torch."""
+    """Return one line that describes a value, without torch; of equal values the same in each process."""
     if data[:1] != PLAIN:
         return f"<{len(data) - 1} bytes, weights-only format>"
     try:
-        text = repr(without_classes(data))
+        text = repr(_ForDisplay().read(json.loads(data[1:])))
     except UNREADABLE:
         return "<damaged>"
     return text if len(text) <= limit else text[: limit - 1] + "…"

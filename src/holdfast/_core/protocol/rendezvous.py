@@ -74,7 +74,10 @@ class CallSignature:
 
 
 def _plain(value: object) -> object:
-    """Turn lists into tuples: a list and a tuple with the same elements are the same argument."""
+    """Turn lists and sets into tuples: a list and a tuple with the same elements are the same argument, and
+    the order of a set differs between processes."""
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(map(repr, value)))
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
