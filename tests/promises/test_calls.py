@@ -19,6 +19,7 @@ import holdfast.dcp as dcp
 from holdfast._core.format.names import INDEX
 from holdfast._core.protocol.call import begin_call
 from holdfast._core.protocol.operation import agree
+from holdfast._core.roster.beacon import BEAT, beacon_of
 from holdfast._core.roster.memory import Board, MemoryRoster
 from holdfast._core.store.local import LocalReader, LocalStore, LocalWriter
 from holdfast.errors import CommitUnconfirmed, CorruptCheckpoint, HoldfastError, RankFailed
@@ -88,6 +89,60 @@ def test_a_rank_that_is_one_call_behind_is_named_so(tmp_path: Path) -> None:
     assert "rank 1" in said
     assert "its last call of this kind is its number 1 of save of" in said
     assert said.count("this one is number 2") == 1
+
+
+def test_a_rank_that_skipped_a_save_misses_the_others_until_a_call_of_another_kind(tmp_path: Path) -> None:
+    turn = threading.Barrier(2)
+
+    def save(roster: MemoryRoster, limit: float | None, step: int | None = None) -> str:
+        limits = holdfast.Job(roster=roster, timeout=60.0, stall_timeout=limit)
+        try:
+            holdfast.save({f"own{roster.rank}": torch.ones(3)}, tmp_path / "a", step=step, job=limits)
+        except HoldfastError as error:
+            return str(error)
+        finally:
+            turn.wait(60)
+        return ""
+
+    def job(roster: MemoryRoster) -> list[str]:
+        if roster.rank == 0:
+            save(roster, 0.6)
+        else:
+            turn.wait(60)
+        missed = [save(roster, 0.6), save(roster, 0.6)]
+        return [*missed, save(roster, None, step=3), save(roster, None)]
+
+    first, second = on_ranks(2, job)
+    for said in first[:2]:
+        assert "misses the others in all later calls of that kind" in said
+        assert "take no part on purpose" not in said
+    assert "" not in second[:2]
+    assert [first[2:], second[2:]] == [["", ""]] * 2, "a step is another kind of call, and makes them level"
+
+
+def test_a_rank_that_reads_its_state_is_not_said_to_be_elsewhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Slow:
+        def state_dict(self) -> dict[str, object]:
+            wait_until(lambda: "has waited" in caplog.text)
+            return {"w": torch.ones(3)}
+
+        def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+    def job(roster: MemoryRoster) -> None:
+        beacon, user = beacon_of(roster), object()
+        beacon.keep(user)  # as install() does
+        state = {"mine": Slow()} if roster.rank == 1 else {"w": torch.ones(3)}
+        holdfast.save(
+            state, tmp_path / "a", job=holdfast.Job(roster=roster, timeout=60.0, report_after=2 * BEAT)
+        )
+        beacon.let_go(user)
+
+    on_ranks(2, job)
+    assert f"it has called save of {tmp_path / 'a'}, and reads its state for it" in caplog.text
+    assert "has not entered" not in caplog.text
+    assert "take no part on purpose" not in caplog.text
 
 
 def test_ranks_with_other_arguments_are_told_so(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from holdfast._core.io import index_file
 from holdfast._core.protocol import core
 from holdfast._core.protocol.call import Call
 from holdfast._core.protocol.effects import Claim, Context, Do, Get, Look, Pause, Put, Steps
+from holdfast._core.protocol.operation import read_state
 from holdfast._core.protocol.phases import TRANSITIONS
 from holdfast._core.protocol.runner import Cancel
 from holdfast._core.roster.lost import Seen
@@ -58,6 +59,9 @@ class _Operation:
         self.attempt, self.cancel, self.bytes_total = attempt, Cancel(), 0
         self._first = first
         """The number of the process that is rank 0 of this job."""
+
+    def read_state(self, read: Callable[[], None]) -> HoldfastError | None:
+        return read_state(read, self.context.rank)
 
     def tick(self) -> None: ...
 

@@ -18,8 +18,8 @@ from holdfast._core.format.local_copy import read_copy
 from holdfast._core.format.names import IMPORTED_MODEL, INDEX, METADATA, SLICE, is_marker
 from holdfast._core.format.slice import CHECKPOINT, read_origin
 from holdfast._core.io import registered_openers
+from holdfast._core.io.index_file import check_other_metadata
 from holdfast._core.io.open_files import OnDemand, OpenFiles
-from holdfast._core.io.other_metadata import check_other_metadata
 from holdfast._core.io.slice import CopyOfStep, Slice
 from holdfast._core.io.small_files import read_file
 from holdfast._core.io.source import Source

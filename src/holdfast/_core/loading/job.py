@@ -29,7 +29,7 @@ from holdfast._core.loading.version import Version
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.protocol.core import load_steps
 from holdfast._core.protocol.messages import Chosen, HaveRead, LoadRest, to_message
-from holdfast._core.protocol.operation import Operation, read_state
+from holdfast._core.protocol.operation import Operation
 from holdfast._core.protocol.phases import LOAD_TRANSITIONS
 from holdfast._core.ready import ready
 from holdfast._core.state.flatten import build_shard_table, select
@@ -162,7 +162,7 @@ class LoadJob:
         def read() -> None:
             self.target = collect(request, offsets)
 
-        self.collect_error = read_state(read, request.call.rank)
+        self.collect_error = self.operation.read_state(read)
         """The error of collecting the state, if any. The protocol reports it to the other ranks."""
         # A shard without an offset is raised as an error (`Unplaced`), because errors reach all ranks. Every
         # rank then exchanges lengths and loads again (`run_load_once`).

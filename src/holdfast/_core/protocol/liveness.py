@@ -20,6 +20,12 @@ from holdfast.errors import DeadlineExceeded, RankFailed, RankInfo
 QUOTED = 8
 """Maximum number of ranks listed in an error or a presence message."""
 NO_PART = "If they take no part on purpose, leave them out: job=holdfast.Job(participants=...)."
+READS = "and reads its state for it"
+COUNTS = "its last call of this kind is its number"
+UNEQUAL = (
+    "A rank that leaves out a call, or makes one more, misses the others in all later calls of that kind, "
+    "until one of another kind or step succeeds on all ranks. Number saves: holdfast.save(step=...)."
+)
 SAME_CALLS = "All ranks make the same calls in one order, with the same path and step: compare these calls."
 UNKNOWN_BEFORE = (
     "A rank that ends before its first call of Holdfast is noticed only after holdfast.install()."
@@ -193,7 +199,7 @@ class PeerMonitor:
             infos = [self._describe(rank, seen[rank], self._state(seen[rank])) for rank in late]
             self.told = self._with_places(infos, seen, 0.0)
             entered = any(one.is_in(context.key) for one in seen.values())
-            hint = NO_PART if self.reports == 1 and not entered else ""
+            hint = self._why_not(self.told, entered) if self.reports == 1 else ""
             context.on_late(self._late(tuple(self.told), everyone, hint=hint))
         if context.inquiry is not None:
             context.inquiry.again()
@@ -243,6 +249,8 @@ class PeerMonitor:
             return f"it never entered {context.title}"
         if context.key in vitals.operations:
             return ""
+        if context.about.get("site") in vitals.reads_for:
+            return f"it has called {context.title}, {READS}"
         for key, part in [*vitals.operations.items(), (str(vitals.last.get("key")), vitals.last)]:
             reason = self._other_call(key, part, key in vitals.operations)
             if reason:
@@ -257,8 +265,8 @@ class PeerMonitor:
         other, _, its = key.rpartition("/")[0].rpartition(".")
         if other == site and its.isdecimal() and its != number:
             return (
-                f"it is {'behind' if int(its) < int(number) else 'ahead'}: its last call of this kind is its "
-                f"number {int(its) + 1} of {context.title}, this one is number {int(number) + 1}"
+                f"it is {'behind' if int(its) < int(number) else 'ahead'}: {COUNTS} "
+                f"{int(its) + 1} of {context.title}, this one is number {int(number) + 1}"
             )
         if part.get("site") is not None and part["site"] == context.about.get("site") and other != site:
             return (
@@ -275,6 +283,14 @@ class PeerMonitor:
         where = inquiry.answers(quoted, seen, patience) if inquiry is not None and quoted else {}
         return [msgspec.structs.replace(info, at=where.get(info.rank, "")) for info in infos]
 
+    def _why_not(self, infos: Sequence[RankInfo], entered: bool) -> str:
+        """Return what to do about ranks that are not in this call."""
+        if any(info.note.startswith(CIRCLE) for info in infos):
+            return SAME_CALLS
+        if any(COUNTS in info.note for info in infos):
+            return UNEQUAL
+        return "" if entered or any(READS in info.note for info in infos) else NO_PART
+
     def _failed(
         self, infos: list[RankInfo], seen: dict[int, Seen], kind: type[RankFailed], count: int, what: str = ""
     ) -> RankFailed:
@@ -290,9 +306,7 @@ class PeerMonitor:
         why = "the deadline passed" if kind is DeadlineExceeded else "a rank was given up"
         whom = f"rank {infos[0].rank}" if count == 1 else f"{count} ranks"
         unknown = any(seen[info.rank].vitals is None for info in infos)
-        in_circle = any(info.note.startswith(CIRCLE) for info in infos)
-        why_not = SAME_CALLS if in_circle else "" if entered else NO_PART
-        hints = [context.hint, why_not, UNKNOWN_BEFORE if unknown else ""]
+        hints = [context.hint, self._why_not(infos, entered), UNKNOWN_BEFORE if unknown else ""]
         return kind(
             f"{context.title} failed after {context.deadline.elapsed():.1f} s, because {why} while rank "
             f"{context.rank} waited for {whom} to {what or self.what}: {shown}.",

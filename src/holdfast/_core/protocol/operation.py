@@ -125,6 +125,11 @@ class Operation:
     def _keys(self) -> list[str]:
         return [presence.operation for presence in self.presence.beacon.operations]
 
+    def read_state(self, read: Callable[[], None]) -> HoldfastError | None:
+        """Call `read_state`; ranks that wait for this one in the call are told so."""
+        with self.presence.beacon.reading_for(str(self._signature.about["site"])):
+            return read_state(read, self.call.rank)
+
     def emit(self, name: str, **fields: object) -> None:
         events.emit(f"{self.kind}.{name}", rank=self.roster.rank, step=self.step, path=self.place, **fields)
 

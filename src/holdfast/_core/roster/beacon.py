@@ -136,6 +136,7 @@ class Beacon:
         """How the program has ended, once it has."""
         self._roster = ref(roster)  # weak, because the roster keeps this object alive
         self._operations: dict[tuple[int, str], Presence] = {}
+        self._reads_for: list[str] = []
         self._beating: set[object] = set()
         self._last: Message = {}
         self._left_with: Sequence[int] = ()
@@ -183,13 +184,25 @@ class Beacon:
     def message(self) -> Message:
         who = msgspec.structs.replace(self.who, dump_signal=stack_dump.signal, dump_file=stack_dump.file)
         with self._lock:
-            operations, last = dict(self._operations), self._last
+            operations, last, reads_for = dict(self._operations), self._last, list(self._reads_for)
             self._beats += 1
             beat = self._beats
         records = {key: presence.record() for (_, key), presence in operations.items()}
         return msgspec.to_builtins(  # type: ignore[no-any-return]
-            Vitals(who, records, last, beat, time.time(), self.watch.hears(), self.ended)
+            Vitals(who, records, last, beat, time.time(), self.watch.hears(), reads_for, self.ended)
         )
+
+    @contextmanager
+    def reading_for(self, site: str) -> Iterator[None]:
+        """Say in messages that are sent meanwhile that this rank reads its state for a call, in which others
+        may already wait for it."""
+        with self._lock:
+            self._reads_for.append(site)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reads_for.remove(site)
 
     def send(self, roster: Roster | None = None) -> None:
         roster = roster or self._roster()

@@ -54,6 +54,8 @@ class Vitals(msgspec.Struct, frozen=True, omit_defaults=True):
     wall: float = 0.0
     hears: list[int] = []
     """Neighbours whose processes this rank can observe to be alive; only if some are on other hosts."""
+    reads_for: list[str] = []
+    """The sites of calls (`protocol.rendezvous.CallSignature`) that it has begun, and reads its state for."""
     ended: str = ""
     """How its program has ended, as announced by itself; "" while it runs."""
 

@@ -21,9 +21,8 @@ from holdfast._core.format.columns import Columns
 from holdfast._core.format.index_layout import encode
 from holdfast._core.format.names import INDEX, WrittenFile, data_file
 from holdfast._core.io.file_writer import About, Indexes
-from holdfast._core.io.index_file import embedded_index, open_index
+from holdfast._core.io.index_file import embedded_index, note_other_metadata, open_index
 from holdfast._core.io.on_threads import on_threads
-from holdfast._core.io.other_metadata import note_other_metadata
 from holdfast._core.io.removal import Named
 from holdfast._core.plan.agreement import check_vanished
 from holdfast._core.plan.merge import Merger, same_tensors

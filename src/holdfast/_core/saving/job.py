@@ -35,7 +35,7 @@ from holdfast._core.protocol.call import begin_call
 from holdfast._core.protocol.core import save_steps
 from holdfast._core.protocol.job import Job, job_of
 from holdfast._core.protocol.messages import Assigned, Final, RowList, Written
-from holdfast._core.protocol.operation import Operation, read_state
+from holdfast._core.protocol.operation import Operation
 from holdfast._core.protocol.phases import TRANSITIONS
 from holdfast._core.saving.begin_commit import begin_commit
 from holdfast._core.saving.cleanup import clean_up
@@ -120,7 +120,7 @@ class SaveJob:
         """Whether the folder did not exist when this rank began."""
         # Before the state is read: a rank that hangs in user code can then be asked where it is.
         self.begin()
-        self.collect_error = read_state(self._collect, self.rank)
+        self.collect_error = self.operation.read_state(self._collect)
 
     def begin(self) -> None:
         """Begin an attempt: the first, or a retry with the same rows and deadline."""

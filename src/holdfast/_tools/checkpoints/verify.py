@@ -25,11 +25,10 @@ from holdfast._core.existing.target import checkpoint_or_run, number
 from holdfast._core.format.columns import Columns, unpad
 from holdfast._core.format.container import read_header
 from holdfast._core.format.digest import digest
-from holdfast._core.format.index import Index
 from holdfast._core.format.index_pages import PAGE
 from holdfast._core.format.local_copy import read_copy
 from holdfast._core.format.names import INDEX
-from holdfast._core.io.other_metadata import check_other_metadata
+from holdfast._core.io.index_file import open_index
 from holdfast._core.layout.coverage import first_problem
 from holdfast._core.store.base import Folder, Reader, Store
 from holdfast._core.store.pins import Pin
@@ -118,13 +117,10 @@ def _verify(store: Store, quick: bool, threads: int, progress: ReportProgress) -
 def _open_index(store: Store, damage: list[Damage]) -> tuple[Columns, dict[str, object]] | None:
     """Read all rows of the index, and its metadata. If it is damaged, add findings and return None."""
     try:
-        with closing(store.open(INDEX)) as reader:
-            index = Index(reader.read, reader.size, f"{store.url}/{INDEX}")
+        with open_index(store) as index, closing(store.open(INDEX)) as reader:
             # Lists all bad pages; `select` would raise at the first.
             pages = list(_bad_pages(reader))
             damage += pages
-            if not pages:
-                check_other_metadata(store, index.about)
             return None if pages else (index.select(), index.about)
     except HoldfastError as error:
         damage.append(Damage(INDEX, error.message))
