@@ -210,6 +210,10 @@ OVERLAP: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "a shard and a plain tensor": lambda w: {"a": w, "b": holdfast.Shard(w, w.shape, (0, 0))},
     "two replicas": lambda w: {"a": w, "b": holdfast.Shard(w, w.shape, (0, 0), (0, 2))},
     "a row of a strided view": lambda w: {"a": w.t()[:, :5], "b": w[0]},
+    "columns": lambda w: {"a": w[:, :60], "b": w[:, 59:]},
+    "a row and a column": lambda w: {"a": w[3], "b": w[:, 4]},
+    "the diagonal and a row": lambda w: {"a": w.diagonal(), "b": w[7]},
+    "among many columns": lambda w: {"a": w[:, 0], "b": w[:, :2], **{f"c{n}": w[:, n] for n in range(2, 99)}},
 }
 
 
@@ -247,6 +251,13 @@ def test_the_columns_of_a_matrix_do_not_overlap(tmp_path: Path) -> None:
     report = holdfast.load({"a": target[:, :100], "b": target[:, 100:]}, tmp_path / "it", job=ALONE)
     assert torch.equal(target, W)
     assert report.bytes_read < 1.2 * NBYTES
+
+
+def test_many_columns_of_a_matrix_are_loaded(tmp_path: Path) -> None:
+    save({f"c{n}": W[:, n].clone() for n in range(W.shape[1])}, tmp_path / "it")
+    target = torch.zeros_like(W)
+    holdfast.load({f"c{n}": target[:, n] for n in range(W.shape[1])}, tmp_path / "it", job=ALONE)
+    assert torch.equal(target, W)
 
 
 def shared_by_ranks(

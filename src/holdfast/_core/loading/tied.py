@@ -4,6 +4,8 @@ under all of these names must be equal."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +21,11 @@ from holdfast._core.state.memory import TensorMemory, torch_dtype
 from holdfast._core.state.tied import find_ties
 from holdfast._core.store.base import Store
 from holdfast.errors import LoadFailed
+
+_FEW = 64
+"""Of more rows that lie among each other, all are compared after the read, whether or not they share."""
+_WORK = 10_000
+"""Limit of NumPy's search for a shared element."""
 
 
 class Tied(NamedTuple):
@@ -40,11 +47,11 @@ def rows_read_once(table: ShardTable, position: Array, columns: Columns, where: 
     elements.
     """
     begins, ends = _memory_of(table)
-    if not _overlaps(begins, ends):  # the usual case
+    if not _sharing(table, begins, ends):  # the usual case
         return Tied(frozenset(), [])
     ties = find_ties(table)
     begins[[*ties]] = 0
-    unknown = _overlaps(begins, ends)
+    unknown = _sharing(table, begins, ends)
     for row in {row for row, _ in unknown}:
         memory = table.memory[row]
         assert isinstance(memory, TensorMemory)
@@ -60,25 +67,76 @@ def rows_read_once(table: ShardTable, position: Array, columns: Columns, where: 
 
 
 def _memory_of(table: ShardTable) -> tuple[Array, Array]:
-    """Return the first and end addresses of each row's memory; 0 if unknown.
-
-    For a non-contiguous tensor, only the first byte counts.
-    """
+    """Return the first and end addresses of each row's memory, with the gaps of one that is not contiguous;
+    0 if unknown."""
     begins = np.asarray([memory.address for memory in table.memory], np.int64)
     ends = begins + table.arrays().nbytes
     for row in (begins == 0).nonzero()[0].tolist():
         memory = table.memory[row]
         if type(memory) is TensorMemory and memory.tensor.numel():
             tensor = memory.tensor
+            last = sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
             begins[row] = tensor.data_ptr()
-            ends[row] = begins[row] + (tensor.nbytes if tensor.is_contiguous() else 1)
+            ends[row] = begins[row] + (last + 1) * tensor.element_size()
     return begins, ends
 
 
-def _overlaps(begins: Array, ends: Array) -> list[tuple[int, int]]:
-    """Return pairs of rows whose memory overlaps: each such row, with one that it overlaps."""
+def _sharing(table: ShardTable, begins: Array, ends: Array) -> list[tuple[int, int]]:
+    """Return pairs of rows that share elements of memory, or may: each such row, with one other."""
     rows = ((begins != 0) & (begins < ends)).nonzero()[0]
     rows = rows[np.argsort(begins[rows], kind="stable")]
+    reach = np.maximum.accumulate(ends[rows])
+    # Groups of rows whose memory begins in that of rows before them; most have one row.
+    cuts = np.concatenate([[0], (begins[rows[1:]] >= reach[:-1]).nonzero()[0] + 1, [len(rows)]])
+    pairs: list[tuple[int, int]] = []
+    for at in (np.diff(cuts) > 1).nonzero()[0].tolist():
+        group = rows[cuts[at] : cuts[at + 1]]
+        arrays = [_as_array(table, row) for row in group.tolist()]
+        if all(array.flags.c_contiguous for array in arrays):
+            pairs += _overlaps(group, begins, ends)
+        else:
+            pairs += _that_share(group.tolist(), arrays)
+    return pairs
+
+
+def _as_array(table: ShardTable, row: int) -> Array:
+    """Return an array with the addresses of a row's elements, on whatever device: they are never read."""
+    memory = table.memory[row]
+    assert isinstance(memory, TensorMemory)
+    tensor, size = memory.tensor, memory.tensor.element_size()
+    interface = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "data": (tensor.data_ptr(), True),
+        "shape": tuple(tensor.shape),
+        "strides": tuple(size * stride for stride in tensor.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def _that_share(rows: list[int], arrays: list[Array]) -> list[tuple[int, int]]:
+    """Return pairs of these rows, some of which have gaps in their memory, that share elements."""
+    if len(rows) > _FEW:
+        return [*zip(rows, [rows[1], *rows[:-1]], strict=True)]
+    found: dict[int, int] = {}
+    for (row, one), (other, another) in combinations(zip(rows, arrays, strict=True), 2):
+        if (row not in found or other not in found) and _may_share(one, another):
+            found.setdefault(row, other)
+            found.setdefault(other, row)
+    return [*found.items()]
+
+
+def _may_share(one: Array, other: Array) -> bool:
+    try:
+        return np.shares_memory(one, other, max_work=_WORK)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _overlaps(rows: Array, begins: Array, ends: Array) -> list[tuple[int, int]]:
+    """Return pairs of these contiguous rows, in the order of their beginnings, that overlap."""
     # Of the rows that begin before a row, the one that reaches farthest overlaps it, if any does.
     reach = np.maximum.accumulate(ends[rows])
     farthest = np.maximum.accumulate(np.where(ends[rows] == reach, np.arange(len(rows)), 0))
