@@ -401,3 +401,26 @@ def test_a_rank_that_holds_its_gil_and_runs_is_looked_at_by_py_spy(
     told = summary("somebody asks", diagnose(evidence), evidence, "").splitlines()
     assert "  rank 1: is at load_batch (/job/train.py:11)" in told
     assert "  ranks 0, 2: no answer. py-spy dump --pid PID, on its host, tells where it is." in told
+
+
+def test_an_answer_from_before_the_end_of_a_collective_says_nothing_of_the_next() -> None:
+    """A rank that was stopped answers once the others have gone on: it completes their collective by that."""
+    here, group = SourceLine("roll call"), "0:default_pg"
+    waits = (Stack("MainThread", (Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3000),), here),)
+
+    def found(rank: int, *operations: tuple[int, str]) -> Rank:
+        made = (GroupOperation(group, number, "all_reduce", state, here) for number, state in operations)
+        return Rank(rank, tuple(made), stacks=waits, later=waits, busy=0.0)
+
+    def judged(*ranks: Rank) -> tuple[int, ...]:
+        collector = Collector()
+        for one in ranks:
+            told = {"roll_call": one, "members": {group: [0, 1, 2]}, "world_size": 3, "by": 0}
+            read_roll_call(json.loads(msgspec.json.encode(told)), collector, f"rank-{one.rank}")
+        who = diagnose(collector.evidence()).who
+        return who.absent if who is not None else ()
+
+    stopped = found(1, (3, "completed"), (4, "started"))
+    assert judged(found(0, (3, "started")), stopped, found(2, (3, "started"))) == ()
+    assert judged(found(0, (3, "completed")), stopped, found(2, (3, "completed"))) == (0, 2)
+    assert judged(found(0, (3, "started")), found(1, (2, "completed")), found(2, (3, "started"))) == (1,)

@@ -8,10 +8,11 @@ blocked: an asynchronous operation may be pending while its rank is elsewhere.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from holdfast._watch.evidence import ROLL_CALL, UNKNOWN, Evidence, GroupOperation, Rank, Stack
-from holdfast._watch.names import OF_SOME
+from holdfast._watch.names import OF_SOME, WAITS_FOR_ALL
 from holdfast._watch.positions import is_held, may_be_at_its_gpu, position_among, position_of, rests_in_c
 
 Table = dict[str, dict[int, dict[int, GroupOperation]]]
@@ -85,6 +86,7 @@ class Waits:
             for number, ranks in numbers.items():
                 for rank in ranks:
                     self._entered[group, rank] = max(number, self._entered.get((group, rank), 0))
+        self._outdated = dict(self._find_outdated())
         for group, numbers in self.table.items():
             # If the members are unknown, use the ranks with operations in the group.
             seen_in_it = {rank for ranks in numbers.values() for rank in ranks}
@@ -99,9 +101,33 @@ class Waits:
         for rank in evidence.shown():
             self._note_unrecorded(evidence.ranks[rank])
 
+    def _find_outdated(self) -> Iterator[tuple[tuple[str, int], int]]:
+        """Yield (group, rank), and a number: the rank answered a roll call from an operation of this number,
+        and another one, which answered later, from one after it. Then the first has completed since on every
+        rank, and the answer says nothing of later operations.
+
+        Flight records are not written at one moment either. But a rank may hang in an operation that others
+        have completed, and a record has it for longer than ranks differ in writing it.
+        """
+        for group, numbers in self.table.items():
+            first: dict[int, int] = {}
+            """The first operation that is pending, by rank."""
+            for number, ranks in sorted(numbers.items()):
+                for rank, one in ranks.items():
+                    if one.is_pending and one.source == ROLL_CALL:
+                        first.setdefault(rank, number)
+            newest = max(first.values(), default=0)
+            for rank, number in first.items():
+                if number < newest and numbers[number][rank].kind in WAITS_FOR_ALL:
+                    yield (group, rank), number
+
     def _note(self, group: str, number: int, ranks: dict[int, GroupOperation], members: set[int]) -> None:
         pending = {rank: one for rank, one in ranks.items() if one.is_pending}
-        absent = frozenset(rank for rank in members if self._entered.get((group, rank), 0) < number)
+        absent = frozenset(
+            rank
+            for rank in members
+            if self._entered.get((group, rank), 0) < number and (group, rank) not in self._outdated
+        )
         everyone = set(self._evidence.members.get(group, ())) or set(range(self._evidence.world_size or 0))
         unheard = set(self._evidence.members.get(group, ())) - self._evidence.ranks.keys()
         called = any(one.source == ROLL_CALL for one in pending.values())
@@ -111,6 +137,8 @@ class Waits:
         if pending and not absent and set(pending) == everyone and len(everyone) > 1:
             self.whole.append((group, number, pending))
         for rank, one in pending.items() if absent else ():
+            if self._outdated.get((group, rank)) == number:
+                continue
             found = self._blocked_thread(self._evidence.ranks[rank], one)
             if found is not None:
                 thread = rank, found[0]
