@@ -302,6 +302,8 @@ class _Export(CollectiveTask):
             # The slabs are assembled one after the other, by whichever thread has written its last one.
             slabs = self._slabs(tensors, len(header))
             on_threads(_THREADS, "holdfast-export", lambda slab: self._write_slab(file, slab), slabs)
+            for tensor in tensors:
+                tensor.check_zeros()
         except BaseException:
             file.discard()
             raise
