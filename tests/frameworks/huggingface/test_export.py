@@ -81,7 +81,7 @@ SPOILED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, Any]], ty
     "the output is missing": (
         lambda tensors: {name: value for name, value in tensors.items() if name != "output_layer.weight"},
         MissingTensors,
-        "has nothing for 1 tensors .*'lm_head.weight'",
+        "has nothing for 1 tensor .*'lm_head.weight'",
     ),
     "half of the experts": (
         lambda tensors: {**tensors, FC1: tensors[FC1][:, :, :16].contiguous()},
@@ -611,5 +611,5 @@ def test_in_a_framework_only_layers_that_predict_further_tokens_may_be_missing(
 
     for name in ("model.layers.4.enorm.weight", "mtp.layers.0.enorm.weight"):
         assert export_beside(name) == (name,)
-    with pytest.raises(MissingTensors, match=r"has nothing for 1 tensors .*layers\.3\.enorm"):
+    with pytest.raises(MissingTensors, match=r"has nothing for 1 tensor .*layers\.3\.enorm"):
         export_beside("model.layers.3.enorm.weight")

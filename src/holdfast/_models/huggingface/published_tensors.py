@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast._core.base.values import natural
+from holdfast._core.base.values import amount, natural
 from holdfast._core.format.index import Index
 from holdfast._core.format.names import is_weight
 from holdfast._core.io.host_memory import batches
@@ -189,7 +189,8 @@ def plan_export(
         needed += [name for name in missing if has_some and view.is_predictor(name)]
     if needed and strict:
         raise MissingTensors(
-            f"The checkpoint has nothing for {len(needed)} tensors of {base.url}: {counted(needed)}.",
+            f"The checkpoint has nothing for {amount(len(needed), 'tensor')} of {base.url}: "
+            f"{counted(needed)}.",
             hint="Layers that predict further tokens may be left out with strict=False (--partial).",
             details={"missing": needed[:100]},
         )
@@ -229,8 +230,8 @@ def _model_part(
         if view.is_of_no_table:
             view_to_export(base)  # raises BadInput, with the nearest type
         raise BadInput(
-            f"{index.where} holds {len(unknown)} weights that the family {view.family.name!r} has no place "
-            f"for: {counted(unknown)}.",
+            f"{index.where} holds {amount(len(unknown), 'weight')} that the family {view.family.name!r} has "
+            f"no place for: {counted(unknown)}.",
             hint="An adapter must be merged into the weights first; scales of quantized weights are not "
             "exported; a checkpoint of another model needs that model's folder.",
             details={"unknown": unknown[:100]},
@@ -309,7 +310,8 @@ def _missing(tensors: Sequence[PublishedTensor], folder: HuggingFaceFolder, wher
     if extra:
         near = nearest(extra[0], missing or sorted(names))
         raise BadInput(
-            f"The checkpoint makes up {len(extra)} tensors that {where} does not have: {counted(extra)}.",
+            f"The checkpoint makes up {amount(len(extra), 'tensor')} that {where} does not have: "
+            f"{counted(extra)}.",
             hint=f"The nearest there is {near!r}." if near else "",
         )
     for tensor in tensors:
