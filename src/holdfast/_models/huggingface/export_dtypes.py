@@ -20,7 +20,7 @@ from holdfast.errors import BadInput
 
 WRITTEN_AS = ("bfloat16", "float16", "float32")
 """Dtypes that weights may be converted to."""
-_IN_8_BITS, _COMPLEX, _WHOLE = "floating point in 8 bits", "complex numbers", "whole numbers or booleans"
+_IN_8_BITS, _COMPLEX, _WHOLE = "floats of 8 bits", "complex numbers", "whole numbers or booleans"
 _FLOAT = "floating point"
 
 
