@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,7 +79,16 @@ def test_what_a_limit_forbids_is_said(
     assert saved == "1"
 
 
-@pytest.mark.parametrize(("number", "words"), [(errno.EAGAIN, "ulimit -u"), (errno.EMFILE, "ulimit -n")])
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EAGAIN, "Raise the limit of processes and threads (ulimit -u"),
+        (errno.ENOMEM, "Raise the limit of processes and threads (ulimit -u"),
+        (errno.EMFILE, "Raise the limit of open files (ulimit -n)."),
+        (errno.EACCES, f"Permission denied. It executes {sys.executable}: this user must be able to."),
+        (errno.EIO, "could not be started: Input/output error."),
+    ],
+)
 def test_a_writer_that_the_system_does_not_start(
     number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,5 +104,6 @@ def test_a_writer_that_the_system_does_not_start(
             with pytest.raises(NotStarted, match="The writer process of an asynchronous save") as caught:
                 pending.committed(60)
         assert words in str(caught.value)
+        assert number not in (errno.EACCES, errno.EIO) or "limit" not in str(caught.value)
         checkpoints.save(2, state)
     assert checkpoints.steps() == [2]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import decimal
 import os
 import shutil
 from collections.abc import Callable
@@ -96,6 +99,45 @@ def test_objects_are_compared_by_value(tmp_path: Path, run_json: Json) -> None:
     found, code = run_json("diff", tmp_path / "a", tmp_path / "c")
     assert code == 1
     assert found["content"][0]["kind"] == "object"
+
+
+NAN = float("nan")
+EQUAL: list[tuple[object, object]] = [
+    ([NAN, {"b": 1, "a": NAN}], [NAN, {"a": NAN, "b": 1}]),
+    ({1: "x", 2: "y", "c": {3: 4, 5: 6}}, {"c": {5: 6, 3: 4}, 2: "y", 1: "x"}),
+    ([{frozenset({"a", "b"}), 1}, {"!": 1, "a": 2}], [{1, frozenset({"b", "a"})}, {"a": 2, "!": 1}]),
+    (argparse.Namespace(a=1, b={1: 2, 3: 4}), argparse.Namespace(b={3: 4, 1: 2}, a=1)),
+]
+UNEQUAL: list[tuple[object, object]] = [
+    (1, 1.0),
+    (True, 1),
+    (0.0, -0.0),
+    (2**70, float(2**70)),
+    ([True], [1]),
+    ({"a": 1}, {"a": 1.0}),
+    ({1: "a"}, {1.0: "a"}),
+    ({1, "a"}, {True, "a"}),
+    ((1, 2), [1, 2]),
+    ({"a"}, frozenset({"a"})),
+    (b"a", bytearray(b"a")),
+    (complex(1, 0.0), complex(1, -0.0)),
+    (collections.OrderedDict(a=1, b=2), collections.OrderedDict(b=2, a=1)),
+    (collections.OrderedDict(a=1), {"a": 1}),
+    (decimal.Decimal("1.0"), decimal.Decimal("1.00")),
+    (None, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"), [(*pair, True) for pair in EQUAL] + [(*p, False) for p in UNEQUAL]
+)
+def test_values_of_another_type_differ(a: object, b: object, equal: bool, tmp_path: Path) -> None:
+    """Python's == says 1 == 1.0 == True, 0.0 == -0.0, and that no NaN equals itself."""
+    for place, value in (("a", a), ("b", b)):
+        holdfast.save({"o": [value]}, tmp_path / place, job=holdfast.Job(no_dist=True))
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert found.same == equal
+    assert [content.name for content in found.content] == ([] if equal else ["o"])
 
 
 def test_a_tensor_and_an_object_under_one_name(tmp_path: Path, run_json: Json) -> None:

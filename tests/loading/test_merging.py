@@ -109,7 +109,7 @@ def forgets(values: Mapping[int, Any]) -> None:
 
 BAD: dict[str, tuple[Any, str]] = {
     "raises": (lambda values: values[7], "KeyError: 7"),
-    "nothing": (forgets, "it returned None"),
+    "nothing": (forgets, "it returned None. Nothing was put into the state of this rank."),
     "without a part": (lambda values: {"read": 1}, "without 'parts.0'"),
     "more": (lambda values: values[0] | {"more": 1}, "with 'data@0.more', which the state has not"),
     "shape": (lambda values: values[0] | {"seen": torch.ones(4, dtype=torch.int64)}, "int64[4]"),

@@ -163,7 +163,10 @@ def test_a_tensor_of_another_shape_stays_with_its_optimizer_state(
 
 def test_what_is_no_shape_is_not_skipped(tmp_path: Path) -> None:
     holdfast.save({"a": torch.zeros(3), "b": 1}, tmp_path / "it", job=ALONE)
-    with pytest.raises(ShapeMismatch, match="can't be exchanged"):
+    said = (
+        r"Tensors and objects can't be exchanged: give the state an object under this name, or leave it out"
+    )
+    with pytest.raises(ShapeMismatch, match=said):
         holdfast.load({"b": torch.zeros(3)}, tmp_path / "it", on_shape="skip", job=ALONE)
     with pytest.raises(ShapeMismatch, match="float32"):
         holdfast.load({"a": torch.zeros(3).int()}, tmp_path / "it", on_shape="skip", job=ALONE)
@@ -273,6 +276,44 @@ def test_arguments_that_need_a_state_are_refused_without_one(
 ) -> None:
     with pytest.raises(BadInput, match="Without a state"):
         holdfast.load(tmp_path / "it", **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"strict": "raise_all"}, {"strict": 0}, {"strict": None}], ids=str)
+def test_what_is_neither_true_nor_false_is_refused(
+    saved: dict[str, Any], tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """megatron-core's strict="raise_all", which other loads take for True."""
+    words = f"strict must be True or False, not {arguments['strict']!r}"
+    for state in ({"lr": 0.0}, {}):
+        with pytest.raises(BadInput, match=words):
+            holdfast.load(state, tmp_path / "it", job=ALONE, **arguments)
+    with pytest.raises(BadInput, match="Without a state, load takes no strict"):
+        holdfast.load(tmp_path / "it", **arguments)
+    with holdfast.Checkpoints(tmp_path / "run", asynchronous=False, job=ALONE) as run:
+        run.save(1, {"lr": 0.0})
+        with pytest.raises(BadInput, match=words):
+            run.restore({"lr": 0.0}, **arguments)
+        with pytest.raises(BadInput, match=r"cast must be True or False, not torch\.bfloat16"):
+            run.restore({"lr": 0.0}, cast=torch.bfloat16)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=words):
+        holdfast.huggingface.export(tmp_path / "it", tmp_path / "out", like=tmp_path, **arguments)
+    with pytest.raises(BadInput, match=words):
+        holdfast.huggingface.import_(tmp_path, tmp_path / "out", **arguments)
+    with pytest.raises(BadInput, match=words):
+        holdfast.set_state_dict(torch.nn.Linear(1, 1), model_state_dict={}, optim_state_dict={}, **arguments)
+
+
+def test_a_function_that_renames_is_named_when_it_fails(saved: dict[str, Any], tmp_path: Path) -> None:
+    def divides(name: str) -> str:
+        return name[: 1 // 0]
+
+    words = r"The function rename= failed for '[^']+': ZeroDivisionError: .* by zero\. It is called with each"
+    for act in (
+        lambda: holdfast.load({"lr": 0.0}, tmp_path / "it", rename=divides, job=ALONE),
+        lambda: holdfast.load(tmp_path / "it", rename=divides),
+    ):
+        with pytest.raises(BadInput, match=words):
+            act()
 
 
 def test_arguments_that_need_no_state_are_refused_with_one(saved: dict[str, Any], tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_no_renaming_is_named_that_would_fill_a_new_layer_from_another(tmp_path:
 
 def test_a_checkpoint_without_any_tensor_is_described_as_it_is(tmp_path: Path) -> None:
     holdfast.save({"step": 3}, tmp_path / "it", job=ALONE)
-    with pytest.raises(MissingTensors, match=r"it holds 1 names, and none") as error:
+    with pytest.raises(MissingTensors, match=r"it holds 1 name, and none") as error:
         holdfast.load({"w": torch.ones(2), "step": 0}, tmp_path / "it", strict=False, job=ALONE)
     assert "it holds 'step'" in error.value.hint
 

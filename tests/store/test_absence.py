@@ -158,8 +158,35 @@ def test_a_save_that_failed(tmp_path: Path) -> None:
     holdfast.save(STATE, tmp_path / "a", job=holdfast.Job(no_dist=True))
     os.unlink(tmp_path / "a" / "index.safetensors")
     error = refused(tmp_path / "a")
-    assert "there are data files, but no index.safetensors" in error.message
+    assert "there are data files of Holdfast, but no index.safetensors" in error.message
     assert "reindex" in error.hint
+
+
+PROJECTS = {
+    "data of its own": ["data/train.csv", "data/raw/x.bin", "train.py"],
+    "an empty data folder": ["data/", "train.py"],
+    "data in safetensors": ["data/latents-00001.safetensors", "data/fetch-images.py"],
+    "code named as an adapter": ["adapter_utils.py"],
+}
+
+
+@pytest.mark.parametrize("what", PROJECTS)
+def test_a_folder_that_somebody_else_has_named_so(what: str, tmp_path: Path) -> None:
+    """No save, and no fetch, has failed there, and it is no adapter."""
+    project = tmp_path / "project"
+    for name in PROJECTS[what]:
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).mkdir(parents=True) if name.endswith("/") else (project / name).write_text("x")
+    for act in (load, describe, verify, holdfast.open):
+        with pytest.raises(NotCommitted, match=r"project holds no committed checkpoint: there is no index"):
+            act(project)
+    assert holdfast.latest(project) is None
+    assert "there is no index.safetensors" in prune(project).note
+
+
+def test_a_configuration_alone_may_be_that_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert "may be the configuration of a published model without its weights" in refused(tmp_path).message
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_in_a_framework_further_layers_are_exported_whole_or_not_at_all(folder: 
 
     assert {*exported("none", (*FURTHER, COPY))} == {*FURTHER, COPY}
     assert exported("all", (COPY,)) == (COPY,)
-    with pytest.raises(MissingTensors, match=r"has nothing for 1 tensors .*layers\.4\.hnorm"):
+    with pytest.raises(MissingTensors, match=r"has nothing for 1 tensor .*layers\.4\.hnorm"):
         exported("some", ("model.layers.4.hnorm.weight", COPY))
 
 
@@ -173,5 +173,5 @@ def test_a_load_under_install_takes_further_layers_whole_or_not_at_all(folder: P
         LoadFailed, match=r"No rank asks for 2 weights of .*'model\.layers\.4\.enorm\.weight'"
     ):
         loaded((*FURTHER[:2], COPY))
-    with pytest.raises(LoadFailed, match=r"No rank asks for 1 weights of .*'model\.norm\.weight'"):
+    with pytest.raises(LoadFailed, match=r"No rank asks for 1 weight of .*'model\.norm\.weight'"):
         loaded(("model.norm.weight", *FURTHER, COPY))

@@ -81,7 +81,7 @@ SPOILED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, Any]], ty
     "the output is missing": (
         lambda tensors: {name: value for name, value in tensors.items() if name != "output_layer.weight"},
         MissingTensors,
-        "has nothing for 1 tensors .*'lm_head.weight'",
+        "has nothing for 1 tensor .*'lm_head.weight'",
     ),
     "half of the experts": (
         lambda tensors: {**tensors, FC1: tensors[FC1][:, :, :16].contiguous()},
@@ -435,6 +435,81 @@ def test_values_that_a_cast_would_make_infinite_are_refused(
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_values_that_were_infinite_before_a_cast_are_not_laid_to_it(
+    model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, step = model
+    tensors = tensors_of(step)
+    tensors["decoder.final_layernorm.weight"][3] = float("-inf")
+    with pytest.raises(BadInput, match="infinite as they are stored, in float32: the cast to float16 is not"):
+        export(saved(tensors, tmp_path / "step"), tmp_path / "out", like=folder, dtype="float16")
+
+
+@pytest.mark.parametrize(("stored", "value"), [(torch.bfloat16, 1e6), (torch.float32, 1e6)])
+def test_a_cast_to_fewer_exponents_is_looked_at_whichever_is_more_exact(
+    stored: torch.dtype, value: float, model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """bfloat16 has fewer digits than float16, and holds larger values."""
+    folder, step = model
+    tensors = {name: tensor.to(stored) for name, tensor in tensors_of(step).items()}
+    tensors["decoder.final_layernorm.weight"][3] = value
+    with pytest.raises(BadInput, match="has values that are infinite in float16"):
+        export(saved(tensors, tmp_path / "step"), tmp_path / "out", like=folder, dtype="float16")
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_weight_of_which_a_cast_leaves_only_zeros_is_refused(
+    stored: torch.dtype, model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, step = model
+    tensors = {name: tensor.to(stored) for name, tensor in tensors_of(step).items()}
+    tensors["output_layer.weight"] *= 1e-9
+    out, other = tmp_path / "out", saved(tensors, tmp_path / "step")
+    with pytest.raises(BadInput, match=r"'lm_head\.weight', .* would have only zeros in float16: \d+ of its"):
+        export(other, out, like=in_dtype(folder, tmp_path / "like", torch.float16), dtype="float16")
+    assert not (out / "model.safetensors").exists()
+    export(other, tmp_path / "as asked", like=folder, dtype="bfloat16")
+
+
+def test_a_large_weight_is_judged_whole(
+    model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the slab: some rows of an embedding may be of words that no text has."""
+    folder, step = model
+    monkeypatch.setattr("holdfast._models.huggingface.export.SLAB", 256)
+    tensors = tensors_of(step)
+    tensors["output_layer.weight"][8:] *= 1e-9
+    export(saved(tensors, tmp_path / "step"), tmp_path / "out", like=folder, dtype="float16")
+    assert not weights(tmp_path / "out")["lm_head.weight"][8:].any()
+    tensors["output_layer.weight"][:8] *= 1e-9
+    with pytest.raises(BadInput, match="would have only zeros in float16"):
+        export(saved(tensors, tmp_path / "next"), tmp_path / "next out", like=folder, dtype="float16")
+
+
+def test_a_healthy_model_with_tiny_values_is_exported(model: tuple[Path, Path], tmp_path: Path) -> None:
+    """Subnormal values, zeros, tensors of zeros with one tiny value, and tensors of zeros alone."""
+    folder, step = model
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(step).items()}
+    tensors["output_layer.weight"][::2] = 1e-10
+    tensors["output_layer.weight"][1, 0] = 1e-39
+    tensors["embedding.word_embeddings.weight"].mul_(0)
+    norm = tensors["decoder.final_layernorm.weight"]
+    norm.zero_()
+    norm[0] = 1e-12
+    export(saved(tensors, tmp_path / "step"), tmp_path / "out", like=folder, dtype="float16")
+    assert dtypes_of(tmp_path / "out") == {torch.float16}
+
+
+def test_a_norm_that_becomes_zero_by_its_way_has_lost_nothing(tmp_path: Path) -> None:
+    """The model keeps the difference to one, which is -1 for a published zero."""
+    publish(TINY["qwen3_5_text"], tmp_path / "like")
+    name, ours = "model.layers.0.linear_attn.norm.weight", "decoder.layers.0.self_attention.out_norm.weight"
+    tensors = weights(tmp_path / "like")
+    lowered = {ours: torch.full_like(tensors.pop(name), -1.0)}
+    export(saved({**tensors, **lowered}, tmp_path / "step"), tmp_path / "out", like=tmp_path / "like")
+    assert not weights(tmp_path / "out")[name].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_norm_of_which_the_model_keeps_the_difference_to_one_comes_back(
     dtype: torch.dtype, tmp_path: Path
@@ -536,5 +611,5 @@ def test_in_a_framework_only_layers_that_predict_further_tokens_may_be_missing(
 
     for name in ("model.layers.4.enorm.weight", "mtp.layers.0.enorm.weight"):
         assert export_beside(name) == (name,)
-    with pytest.raises(MissingTensors, match=r"has nothing for 1 tensors .*layers\.3\.enorm"):
+    with pytest.raises(MissingTensors, match=r"has nothing for 1 tensor .*layers\.3\.enorm"):
         export_beside("model.layers.3.enorm.weight")

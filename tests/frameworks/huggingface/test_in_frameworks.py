@@ -162,7 +162,7 @@ def test_published_weights_that_the_model_does_not_have_are_refused(
     found = world.run(jobs.refused, framework, list(map(str, folders)), LAYOUT, timeout=200)
     for said, warned in found:
         assert said[0] == said[2] == "loaded"
-        assert said[1].startswith("LoadFailed: No rank asks for 1 weights of ")
+        assert said[1].startswith("LoadFailed: No rank asks for 1 weight of ")
         assert "'model.layers.1.self_attn.q_proj.bias'" in said[1]
         assert "install(huggingface=False)" in said[1]
         assert warned == [] or any("'model.layers.4.mlp.gate.weight'" in line for line in warned)

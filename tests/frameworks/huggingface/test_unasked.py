@@ -126,7 +126,7 @@ def test_strict_has_the_meaning_that_it_has_for_checkpoints(tied: Path, tmp_path
         assert said(folder, "assume_ok_unexpected") == [("loaded", None)] * 2
         assert said(folder, "return_all") == [("loaded", ({BIAS}, set()))] * 2
         for text, _ in said(folder, "raise_all"):
-            assert text.startswith("LoadFailed: No rank asks for 1 weights of ")
+            assert text.startswith("LoadFailed: No rank asks for 1 weight of ")
             assert BIAS in text
         for text, _ in said(str(tied), "raise_unexpected"):
             assert "1 are asked for and not in the checkpoint: 'decoder.more'" in text

@@ -414,3 +414,25 @@ def test_many_tensors_take_about_the_time_that_safetensors_takes(tmp_path: Path)
 
     # Measured: as fast. The old way, which parsed three times and into a dict a tensor, took ten times as long.
     assert seconds(ours) < 4 * seconds(theirs)
+
+
+def test_a_file_that_the_index_names_and_that_is_not_there_is_named(sharded: Path, tmp_path: Path) -> None:
+    """Of a download that was not complete: it has no older step, but that file can be copied."""
+    folder, alone = tmp_path / "model", holdfast.Job(no_dist=True)
+    shutil.copytree(sharded, folder)
+    index = folder / INDEX
+    names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    missing = max(names.values())
+    (folder / missing).unlink()
+    holdfast.save({"lm_head.weight": torch.zeros(1)}, tmp_path / "step", job=alone)
+    for act in (
+        lambda: holdfast.load({name: torch.zeros(1) for name in names}, folder, job=alone),
+        lambda: import_(folder, tmp_path / "out", job=alone),
+        lambda: export(tmp_path / "step", tmp_path / "out", like=folder),
+        lambda: holdfast.same(folder, folder),
+        lambda: [*holdfast.open(folder).items()],
+    ):
+        with pytest.raises(HoldfastError) as caught:
+            act()
+        assert f"{index} names {missing}, which is not there. Copy that file, too" in str(caught.value)
+        assert "older step" not in str(caught.value)

@@ -32,6 +32,13 @@ from holdfast._core.format.names import WrittenFile
 from holdfast._core.roster.process import HELD, stat
 from holdfast.errors import HoldfastError, NotStarted, from_message
 
+_EXECUTES = "It executes {}: this user must be able to."
+_HINTS = {
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n)."),
+    **dict.fromkeys((errno.EAGAIN, errno.ENOMEM), RAISE_LIMIT),
+    **dict.fromkeys((errno.EACCES, errno.ENOENT, errno.ENOEXEC), _EXECUTES),
+}
+"""What to do if the writer process can't be started, by errno."""
 ENDS = 5.0
 """Seconds in which a process whose socket is closed is expected to end."""
 START = Path(__file__).absolute().with_name("writer_start.py")
@@ -125,10 +132,9 @@ class WriterClient:
         try:
             self._start()
         except OSError as error:
-            by_descriptors = error.errno in (errno.EMFILE, errno.ENFILE)
             raise NotStarted(
                 f"The writer process of an asynchronous save could not be started: {error.strerror}.",
-                hint="Raise the limit of open files (ulimit -n)." if by_descriptors else RAISE_LIMIT,
+                hint=_HINTS.get(error.errno or 0, "").format(sys.executable),
                 details={"errno": error.errno},
             ) from error
 

@@ -25,6 +25,7 @@ from holdfast._core.background.writer_messages import (
     Wire,
     WriteJob,
 )
+from holdfast._core.base.values import told
 from holdfast._core.format.names import WrittenFile
 from holdfast._core.io.file_writer import WriteRequest, write_files
 from holdfast._core.layout.tensor import DTYPES
@@ -71,9 +72,7 @@ class _Process:
             # Reported, so that the trainer raises it on all ranks: if this process ended instead, the trainer
             # would see only an exit code.
             except Exception as error:
-                failure = HoldfastError(
-                    f"The writer process met {type(error).__name__}: {error}", rank=job.rank
-                )
+                failure = HoldfastError(f"The writer process met {told(error)}", rank=job.rank)
                 self.wire.send(Failed(job.number, failure.to_message()))
 
     def _write(self, job: WriteJob) -> list[WrittenFile]:

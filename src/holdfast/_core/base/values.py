@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from holdfast.errors import BadInput
+
 Buffer = Any
 """An object with the buffer protocol (`collections.abc.Buffer` since Python 3.12)."""
 Json = Any
@@ -34,6 +36,24 @@ def shortened(text: str, most: int = 200) -> str:
     if len(text) <= most:
         return text
     return (text[:most].rpartition(" ")[0] or text[:most]) + " …"
+
+
+def amount(number: int, what: str) -> str:
+    """Return a number of things as text: `1 tensor`, `2 tensors`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def told(error: BaseException) -> str:
+    """Return the type and the text of an error of other code, as the end of a sentence with its full stop."""
+    text = ": ".join(filter(None, (type(error).__name__, str(error).strip())))
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def check_switches(**switches: object) -> None:
+    """Raise BadInput for arguments that are neither True nor False: any text counts as true in Python."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise BadInput(f"{name} must be True or False, not {shortened(repr(value))}.")
 
 
 def printable(value: object) -> str:

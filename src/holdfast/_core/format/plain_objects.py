@@ -163,6 +163,33 @@ class _ForDisplay(PlainDecoder):
         return super()._tagged(tag, content, of)
 
 
+def canonical(data: bytes) -> str:
+    """Return text that is the same for equal plain values of the same types, and only for these: NaN equals
+    NaN, and -0.0 differs from 0.0. The order in a dict or set does not count.
+
+    Raises one of `UNREADABLE` for invalid values.
+    """
+    return json.dumps(_in_order(json.loads(data[1:])))
+
+
+def _in_order(value: Json) -> Json:
+    """Return a value as JSON, with what has no order of its own sorted."""
+    if isinstance(value, list):
+        return [_in_order(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {k: _in_order(v) for k, v in sorted(value.items())}
+    content = _in_order(value["v"])
+    if value[_TAG] in _WITHOUT_ORDER:
+        content = sorted(content, key=json.dumps)
+    return {**value, "v": content}
+
+
+_WITHOUT_ORDER = ("set", "frozenset", "dict", "Namespace")
+"""Tags of values with members in no order."""
+
+
 def preview(data: bytes, limit: int = 60) -> str:
     """Return one line that describes a value, without torch; of equal values the same in each process."""
     if data[:1] != PLAIN:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from holdfast._core.base.values import shortened
+from holdfast._core.base.values import shortened, told
 from holdfast._core.format.columns import Array, Columns, counts_of
 from holdfast._core.io.source import ForeignSource, Source
 from holdfast._core.plan.merge import reordered
@@ -53,7 +53,7 @@ class Renamed:
         new = (
             _by_mapping(given, rename, self.where)
             if isinstance(rename, Mapping)
-            else list(map(rename, given))
+            else _by_function(given, rename)
         )
         for name, other in zip(given, new, strict=True):
             if not isinstance(other, str) or not other:
@@ -126,6 +126,19 @@ def moved(name: str, head: str, other: str) -> str | None:
     if head and name != head and not name.startswith(head + "."):
         return None
     return ".".join(filter(None, (other, name[len(head) :].lstrip(".") if head else name)))
+
+
+def _by_function(names: list[str], rename: Callable[[str], str]) -> list[str]:
+    new = []
+    for name in names:
+        try:
+            new.append(rename(name))
+        except Exception as error:
+            raise BadInput(
+                f"The function rename= failed for {name!r}: {told(error)}",
+                hint="It is called with each name of the checkpoint, also with those that the state lacks.",
+            ) from error
+    return new
 
 
 def _by_mapping(names: list[str], rename: Mapping[str, str], where: str) -> list[str]:

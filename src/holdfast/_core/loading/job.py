@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast._core.base.threads import within
-from holdfast._core.base.values import Json
+from holdfast._core.base.values import Json, amount, told
 from holdfast._core.io.renamed import Renamed
 from holdfast._core.io.unchanged import forget, remember_loaded
 from holdfast._core.loading.asked import AskedRows, ask
@@ -223,8 +223,8 @@ class LoadJob:
         request, stored = self.request, self._loaded.plan.names_stored
         if stored and not request.may_be_empty and not any(report.asked for report in reports.values()):
             raise BadInput(
-                f"The load of {request.store.url}, which holds {stored} names, asks for nothing: no rank has "
-                "a value in its state.",
+                f"The load of {request.store.url}, which holds {amount(stored, 'name')}, asks for nothing: "
+                "no rank has a value in its state.",
                 hint="Give the values that are to be filled: a module, its state_dict(), what "
                 "holdfast.get_state_dict gives, tensors.",
             )
@@ -249,8 +249,7 @@ def fill(request: LoadRequest, target: Target, loaded: Loaded, operation: Operat
             finish()
         except Exception as error:
             raise LoadFailed(
-                f"{context.title}: all was read, but load_state_dict failed{context.there}: "
-                f"{type(error).__name__}: {error}",
+                f"{context.title}: all was read, but load_state_dict failed{context.there}: {told(error)}",
                 rank=request.call.rank,
                 hint="Other ranks don't know of this." if context.there else "",
             ) from error

@@ -90,7 +90,7 @@ def load(
     if path is None:
         if isinstance(state_dict, Mapping):
             raise BadInput("load needs the folder of the checkpoint.", hint="holdfast.load(state, path)")
-        if not strict or on_shape != RAISE or job is not None or cast is True:
+        if strict is not True or on_shape != RAISE or job is not None or cast is True:
             raise BadInput(
                 "Without a state, load takes no strict, on_shape or job, and cast is a dtype: it returns "
                 "what is stored, on this process alone.",

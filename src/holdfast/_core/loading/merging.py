@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from holdfast._core.base.values import told
 from holdfast._core.format import objects
 from holdfast._core.format.limits import bounded_memory
 from holdfast._core.io.source import Source
@@ -139,7 +140,7 @@ def _merge(
     except Exception as error:
         raise LoadFailed(
             f"The rule (PerRank, merge) of {base!r} failed on rank {rank}, with the values of ranks "
-            f"{listed([*map(str, stored)], str)}: {type(error).__name__}: {error}",
+            f"{listed([*map(str, stored)], str)}: {told(error)}",
             rank=rank,
             hint="Nothing was put into the state of this rank. Mend the rule, and load again.",
         ) from error

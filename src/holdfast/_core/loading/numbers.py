@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from holdfast._core.io.source import Source
-from holdfast._core.layout.tensor import OBJECT, TensorSpec
+from holdfast._core.layout.tensor import OBJECT, TENSOR, TensorSpec
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.state.flatten import build_shard_table
 from holdfast._core.state.from_names import parents_of
@@ -98,13 +98,24 @@ def _value_at(value: object, path: str) -> object:
     raise LookupError(path)
 
 
+def not_exchanged(stored: int) -> str:
+    """Return the hint for a name that has another kind of value in the checkpoint than in the state."""
+    return (
+        f"Tensors and objects can't be exchanged: give the state {_ONE[stored]} under this name, or leave "
+        "it out of the load: holdfast.load(exclude=[...])."
+    )
+
+
+_ONE = {TENSOR: "a tensor", OBJECT: "an object"}
+
+
 def check_number(spec: TensorSpec, value: object) -> None:
     """Raise ShapeMismatch if a stored object is not a number; the state has a tensor in its place."""
     if not isinstance(value, int | float):
         raise ShapeMismatch(
             f"{spec.name!r}: the checkpoint holds an object of type {type(value).__name__}, the state "
             "wants a tensor.",
-            hint="object and tensor can't be exchanged.",
+            hint=not_exchanged(OBJECT),
             details={"tensor": spec.name},
         )
 

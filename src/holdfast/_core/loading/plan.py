@@ -15,10 +15,10 @@ from holdfast._core.io.file_reader import ReadPlan, plan_read
 from holdfast._core.io.renamed import moved
 from holdfast._core.io.source import ForeignSource, Source, rows_of
 from holdfast._core.layout.box import Box, whole
-from holdfast._core.layout.tensor import KINDS, OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
+from holdfast._core.layout.tensor import OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
 from holdfast._core.loading.filling import check_filled, refuse_expanded
 from holdfast._core.loading.lazy_state import LazyStates, refuse_empty
-from holdfast._core.loading.numbers import add_wholes
+from holdfast._core.loading.numbers import add_wholes, not_exchanged
 from holdfast._core.loading.request import SKIP, LoadRequest
 from holdfast._core.loading.rest import remedy, renaming
 from holdfast._core.loading.tied import Tied, rows_read_once
@@ -292,7 +292,7 @@ def _fit(
     if spec != stored:
         raise ShapeMismatch(
             f"{spec.name!r}: the checkpoint holds {what(stored)}, the state wants {describe(spec)}.",
-            hint=f"{KINDS[stored.kind]} and {KINDS[spec.kind]} can't be exchanged."
+            hint=not_exchanged(stored.kind)
             if spec.kind != stored.kind
             else "holdfast.load(cast=True) converts."
             if spec.shape == stored.shape

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast._core.base.options import Options
+from holdfast._core.base.values import check_switches
 from holdfast._core.io.renamed import Rename, check_rename
 from holdfast._core.layout.patterns import Patterns
 from holdfast._core.protocol.call import Call, check_names
@@ -78,6 +79,7 @@ class LoadRequest:
         object.__setattr__(self, "store", bounded(self.store, self.call.deadline))
         check_names(include=self.include, exclude=self.exclude)
         check_rename(self.rename)
+        check_switches(strict=self.strict, cast=self.cast)
         if self.on_shape not in (RAISE, SKIP):
             raise BadInput(f"on_shape must be 'raise' or 'skip', not {self.on_shape!r}.")
 

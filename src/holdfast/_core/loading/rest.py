@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdfast._core.base.values import amount
 from holdfast._core.format.names import without_rank
 from holdfast._core.io.renamed import mapping_that_fits
 from holdfast._core.layout.tensor import counted, listed
@@ -49,8 +50,8 @@ def compare(
         report.tensors[1] for report in reports.values()
     ):
         raise MissingTensors(
-            f"The load of {where} fills no tensor at all: it holds {len(names)} names, and none of the "
-            f"tensors in the state, such as {listed(kept, most=3)}.",
+            f"The load of {where} fills no tensor at all: it holds {amount(len(names), 'name')}, and none of "
+            f"the tensors in the state, such as {listed(kept, most=3)}.",
             hint=remedy(*renaming(kept, _unasked(stored, reports)), len(kept))
             or f"Compare the names: it holds {listed(names, most=3)}. Or give another folder.",
             details={"missing": list(kept)},
@@ -62,7 +63,7 @@ def compare(
         refused += [name for name in together if request.may_be_left(name)]
     if refused:
         raise LoadFailed(
-            f"No rank asks for {len(refused)} weights of {where}: {counted(refused)}.",
+            f"No rank asks for {amount(len(refused), 'weight')} of {where}: {counted(refused)}.",
             hint="Build the model with all that is published; another strict= of "
             "holdfast.megatron.load, or install(huggingface=False), leaves such weights out.",
             details={"unasked": refused[:100]},
@@ -94,8 +95,8 @@ def _refuse_gone(where: str, gone: list[str]) -> None:
     patterns = sorted({f"{name.partition('@')[0]}@*" for name in gone})
     if gone:
         raise LoadFailed(
-            f"{where} holds {len(gone)} values of ranks that are not in this load, and would lose them: "
-            f"{listed(gone)}.",
+            f"{where} holds {amount(len(gone), 'value')} of ranks that are not in this load, and would lose "
+            f"them: {listed(gone)}.",
             hint="If they may go, say so: holdfast.PerRank(value, optional=True), or strict=False. If they "
             "may not, as positions in the data, give the rule that makes a rank's value from those of all: "
             f"holdfast.PerRank(value, merge=rule); holdfast.load(path, include={patterns}) shows them.",

@@ -13,7 +13,7 @@ from weakref import finalize
 import numpy as np
 import torch
 
-from holdfast._core.base.values import Json
+from holdfast._core.base.values import Json, amount
 from holdfast._core.format import objects
 from holdfast._core.format.columns import Array, tied_rows
 from holdfast._core.format.limits import bounded_memory
@@ -186,7 +186,7 @@ class StoredCheckpoint(Mapping[str, Any]):
         if prefix and not names:
             raise MissingTensors(
                 f"{self.path} holds no name below {prefix!r}.",
-                hint=f"It holds {len(self)} names, for example {listed(self._names[:3])}.",
+                hint=f"It holds {amount(len(self), 'name')}, for example {listed(self._names[:3])}.",
             )
         return {name[len(start) :]: value for name, value in self._values(names, dtype).items()}
 
@@ -268,7 +268,7 @@ class StoredCheckpoint(Mapping[str, Any]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"StoredCheckpoint({self.path!r}, {len(self)} names)"
+        return f"StoredCheckpoint({self.path!r}, {amount(len(self), 'name')})"
 
 
 def open(path: Folder) -> StoredCheckpoint:  # noqa: A001

@@ -96,5 +96,5 @@ def file_missing(store: Store, error: NotFound) -> CorruptCheckpoint:
     """Return the error for a version that is still there, and lacks a file."""
     return CorruptCheckpoint(
         f"A data file of {store.url} is missing: {error.message}",
-        hint="Load an older step, or another copy of this one.",
+        hint=error.hint or "Load an older step, or another copy of this one.",
     )

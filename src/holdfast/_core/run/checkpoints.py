@@ -204,7 +204,7 @@ class Checkpoints(RunFolder):
                 call=call,
                 include=include,
                 exclude=exclude,
-                strict=strict or call.is_part,
+                strict=True if call.is_part else strict,
                 cast=cast,
                 rename=rename,
                 on_shape=on_shape,

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from holdfast._core.base.values import check_switches
 from holdfast._core.state.live import LiveDict, LiveList, ParameterState, Rest, State, StateDict, settle
 from holdfast._core.state.modules import ModelView, give, given_of, name_of, names_of
 from holdfast._core.state.optimizer_state import GivenState, check_settings, check_whole, make, zeros_of
@@ -91,6 +92,7 @@ def set_state_dict(
     optimizers and optim_state_dict is empty.
     """
     _check(options, "set_state_dict")
+    check_switches(strict=strict)
     strict = (
         strict and getattr(options, "strict", True) and not getattr(options, "ignore_frozen_params", False)
     )

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 
-from holdfast._core.base.values import Json
+from holdfast._core.base.values import Json, told
 from holdfast._core.format.records import fields_of, is_record
 from holdfast._core.state.live import ParameterState, State, StateDict
 from holdfast._core.state.subclasses import allowed_type, inner_tensors, is_wrapper, same_memory, type_name
@@ -200,8 +200,7 @@ def build(
         raise
     except Exception as error:
         raise CorruptCheckpoint(
-            f"The checkpoint says how {name!r} is built, and it can't be built so: {type(error).__name__}: "
-            f"{error}"
+            f"The checkpoint says how {name!r} is built, and it can't be built so: {told(error)}"
         ) from None
 
 

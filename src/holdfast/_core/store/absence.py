@@ -20,6 +20,7 @@ from holdfast._core.format.names import (
     SLICE,
     TRAINER_STATE,
     is_fetched,
+    is_named_by_save,
 )
 from holdfast._core.store.base import FOLDERS, Store, capabilities, parent
 from holdfast._core.store.local import open_store
@@ -151,11 +152,15 @@ def _local(store: Store, names: list[str]) -> Reason | None:
 def _unfinished(store: Store, names: list[str]) -> Reason | None:
     if f"{DATA}/" not in names:
         return None
-    if any(is_fetched(name) for name in store.list(DATA)):
+    # Others have folders of this name, too: the names of its files say whether they are Holdfast's.
+    files = [name for name in store.list(DATA) if ".safetensors" in name]
+    if any(map(is_fetched, files)):
         return (
             "a fetch was begun here, and has not ended",
             "Run the same `holdfast fetch` again: it goes on with what is there.",
         )
+    if not any(map(is_named_by_save, files)):
+        return None
     if capabilities(store).references:
         run, folder = parent(store), store.url.rpartition("/")[2]
         if folder in removed_steps(run):
@@ -165,7 +170,7 @@ def _unfinished(store: Store, names: list[str]) -> Reason | None:
                 "`holdfast latest RUN` names the newest committed step of a run.",
             )
     return (
-        f"there are data files, but no {INDEX}, so a save failed, or is still under way",
+        f"there are data files of Holdfast, but no {INDEX}, so a save failed, or is still under way",
         "`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover this "
         "one.",
     )
@@ -244,7 +249,7 @@ _PUBLISHED: tuple[tuple[Callable[[str], bool], str, str], ...] = (
         "makes a checkpoint of it.",
     ),
     (
-        lambda name: name.startswith("adapter_"),
+        lambda name: name.startswith(("adapter_model.", "adapter_config.")),
         "it is an adapter of PEFT's (LoRA) without the model that it belongs to",
         "Give its model, with this folder as the adapter: holdfast.huggingface.merged(MODEL, {0}), or "
         "`holdfast import hf MODEL OUT --adapter {0}`.",
@@ -268,7 +273,7 @@ _PUBLISHED: tuple[tuple[Callable[[str], bool], str, str], ...] = (
     ),
     (
         lambda name: name == "config.json",
-        "it holds the configuration of a published model without its weights",
+        "it holds a config.json, which may be the configuration of a published model without its weights",
         "Copy model.safetensors, or all files that model.safetensors.index.json names and the index.",
     ),
 )

@@ -12,6 +12,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
+from holdfast._core.base.values import told
 from holdfast._core.store.base import Store
 from holdfast.errors import HoldfastError, StorageError
 
@@ -74,6 +75,5 @@ def store_at(scheme: str, url: str) -> Store:
         raise
     except Exception as error:
         raise StorageError(
-            f"The store for {scheme}:// places, {offered[scheme].value}, could not be opened: "
-            f"{type(error).__name__}: {error}"
+            f"The store for {scheme}:// places, {offered[scheme].value}, could not be opened: {told(error)}"
         ) from error

@@ -10,6 +10,7 @@ from functools import partial
 from typing import SupportsFloat
 
 from holdfast._core.background.pending import Pending
+from holdfast._core.base.values import check_switches
 from holdfast._core.format.names import TRACKER
 from holdfast._core.protocol.call import Call, begin_call, whole_step
 from holdfast._core.run.folder import RunFolder
@@ -112,6 +113,7 @@ class Checkpoints(RunFolder):
         `holdfast.huggingface.export`.
         """
         iteration = whole_step(iteration)
+        check_switches(strict=strict)
         self._settle()
         call = begin_call(self._job)
         return run_export(

@@ -10,6 +10,7 @@ from contextlib import closing
 import numpy as np
 import torch
 
+from holdfast._core.base.values import amount
 from holdfast._core.existing.target import checkpoint_at
 from holdfast._core.format.container import encode_header
 from holdfast._core.format.names import is_weight
@@ -142,7 +143,7 @@ def _compare(tensors: Mapping[str, TensorSpec], like: Adapter, where: str) -> No
     # PEFT also saves a copy of the base model's embedding beside an adapter of it.
     if missing := [one for one in missing if ".base_layer." not in one]:
         raise MissingTensors(
-            f"{where} has nothing for {len(missing)} tensors of {like.url}: {counted(missing)}.",
+            f"{where} has nothing for {amount(len(missing), 'tensor')} of {like.url}: {counted(missing)}.",
             details={"missing": missing[:100]},
         )
     other = [key for key, spec in tensors.items() if theirs.get(key) != spec.shape]

@@ -13,8 +13,9 @@ from holdfast._core.io.raw_read import fill_rows
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import DTYPES, TensorSpec
 from holdfast._core.plan.shard_table import ShardTable
-from holdfast._core.state.memory import ShiftedMemory, TensorMemory, torch_dtype
+from holdfast._core.state.memory import TensorMemory, torch_dtype
 from holdfast._core.store.base import Store
+from holdfast._models.huggingface.export_dtypes import CastLosses, CastMemory
 from holdfast._models.huggingface.published_tensors import PublishedTensor
 from holdfast._models.huggingface.quantizing import QuantizedTensor
 from holdfast._models.views.reordered import as_ours
@@ -39,8 +40,8 @@ def assemble(
     memory.reset()
     targets = [_target(part, torch_dtype(part.tensor.code), memory) for part in parts]
     _fill(store, index, parts, targets)
-    for part, target in zip(parts, targets, strict=True):
-        part.tensor.check_cast(target)
+    for part in parts:
+        part.tensor.check_infinite()
     return [_bytes_of(target) for target in targets]
 
 
@@ -66,7 +67,7 @@ def _fill(
             seen = box
             if segment.split:  # no slab is so small that it cuts the last axis
                 seen = Box((*box.offset, 0), (*box.shape[:-1], *segment.whole[-2:]))
-            _add(table, spec, segment, target.view(seen.shape), seen)
+            _add(table, spec, segment, target.view(seen.shape), seen, tensor.losses)
     fill_rows(store, index, table)
 
 
@@ -83,13 +84,16 @@ def _target(part: PublishedPart, dtype: torch.dtype, memory: ScratchBuffer) -> t
     return torch.frombuffer(taken, dtype=dtype).view(shape)
 
 
-def _add(table: ShardTable, spec: TensorSpec, segment: Segment, target: torch.Tensor, part: Box) -> None:
+def _add(
+    table: ShardTable, spec: TensorSpec, segment: Segment, target: torch.Tensor, part: Box, losses: CastLosses
+) -> None:
     """Add the rows of a segment in a part of the published tensor; `target` is the memory of the part."""
     ours = segment.ours(part)
     if ours is None:
         return
     theirs = segment.theirs(ours).relative_to(part.offset)
     view = as_ours(target[theirs.slices()], segment.axes)
-    stored = torch_dtype(spec.dtype)
-    memory = ShiftedMemory(view, stored, 1) if segment.change == MINUS_ONE else TensorMemory(view, stored)
+    stored, shift = torch_dtype(spec.dtype), int(segment.change == MINUS_ONE)
+    is_cast = shift or stored != view.dtype
+    memory = CastMemory(view, stored, shift, losses) if is_cast else TensorMemory(view, stored)
     table.add(spec, ours, (0, 1), False, memory)

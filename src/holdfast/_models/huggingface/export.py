@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from holdfast._core.base.reporting import quiet
-from holdfast._core.base.values import Message, ReportProgress
+from holdfast._core.base.values import Message, ReportProgress, check_switches
 from holdfast._core.format.index import Index
 from holdfast._core.io.host_memory import ScratchBuffer, batches
 from holdfast._core.io.index_file import open_index
@@ -119,6 +119,7 @@ def export_huggingface(
         raise BadInput(f"file_bytes must be a whole number from 1 on, not {file_bytes!r}.")
     if quantize not in (None, *METHODS):
         raise BadInput(f"quantize={quantize!r} is none of {', '.join(METHODS)}.")
+    check_switches(strict=strict)
     call = begin_call(job_of(job).within(7200.0))
     return run_export(
         open_store(source),
@@ -302,6 +303,8 @@ class _Export(CollectiveTask):
             # The slabs are assembled one after the other, by whichever thread has written its last one.
             slabs = self._slabs(tensors, len(header))
             on_threads(_THREADS, "holdfast-export", lambda slab: self._write_slab(file, slab), slabs)
+            for tensor in tensors:
+                tensor.check_zeros()
         except BaseException:
             file.discard()
             raise

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast._core.base.reporting import Meter, quiet
-from holdfast._core.base.values import Buffer, ReportProgress
+from holdfast._core.base.values import Buffer, ReportProgress, amount, check_switches
 from holdfast._core.format.names import IMPORTED_MODEL
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.open_files import OnDemand, OpenFiles
@@ -68,6 +68,7 @@ def import_huggingface(
     Raises BadInput for the folders, CorruptCheckpoint for damage in `source`, StorageError, and RankFailed
     and DeadlineExceeded for other ranks.
     """
+    check_switches(strict=strict)
     job = job_of(job).within(7200.0)
     call = begin_call(job)
     base, meter = open_store(source), Meter(progress or quiet)
@@ -110,8 +111,8 @@ def check_named(folder: HuggingFaceFolder, strict: bool, tells: bool) -> None:
     if not (unnamed := folder.unnamed(folder.names())):
         return
     sentence = (
-        f"{folder.where} holds {len(unnamed)} weights that the family {folder.view.family.name!r} does not "
-        f"name: {counted(unnamed)}."
+        f"{folder.where} holds {amount(len(unnamed), 'weight')} that the family {folder.view.family.name!r} "
+        f"does not name: {counted(unnamed)}."
     )
     if strict:
         raise BadInput(

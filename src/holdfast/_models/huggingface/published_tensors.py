@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from holdfast._core.base.values import natural
+from holdfast._core.base.values import amount, natural
 from holdfast._core.format.index import Index
 from holdfast._core.format.names import is_weight
 from holdfast._core.io.host_memory import batches
@@ -24,10 +23,16 @@ from holdfast._core.layout.tensor import (
     Dims,
     TensorSpec,
     counted,
-    less_exact,
     nearest,
 )
 from holdfast._core.store.local import LocalStore
+from holdfast._models.huggingface.export_dtypes import (
+    WRITTEN_AS,
+    CastLosses,
+    check_kind,
+    code_to_write,
+    published_float,
+)
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.family import OUTPUT, View, as_published, is_known, language_model, view_of
 from holdfast._models.views.hugging_face import HuggingFaceFolder
@@ -40,8 +45,6 @@ from holdfast.errors import BadInput, CoverageError, MissingTensors
 
 OUTPUTS = ("output_layer.weight", OUTPUT)
 """Names of an output layer, Megatron's and transformers'."""
-WRITTEN_AS = ("bfloat16", "float16", "float32")
-"""Dtypes that weights may be converted to."""
 
 
 class Piece(NamedTuple):
@@ -59,6 +62,8 @@ class PublishedTensor:
     code: int
     shape: Dims
     pieces: list[Piece] = field(default_factory=list)
+    losses: CastLosses = field(default_factory=CastLosses, init=False, compare=False)
+    """What is lost of the values that were cast so far."""
 
     @property
     def nbytes(self) -> int:
@@ -68,16 +73,13 @@ class PublishedTensor:
         """Return the tensors of the file, one after the other."""
         return [self]
 
-    def check_cast(self, part: torch.Tensor) -> None:
-        """Raise BadInput if a part of the tensor, after the cast, has values that became infinite."""
-        stored = min((piece.spec.dtype for piece in self.pieces), key=(*FLOATS, *range(len(DTYPES))).index)
-        if less_exact(stored, self.code) != stored and part.isinf().any():
-            raise BadInput(
-                f"{self.name!r}, which is stored in {DTYPES[stored].name}, has values that are infinite in "
-                f"{DTYPES[self.code].name}.",
-                hint="Give a dtype that can hold them, such as bfloat16 or float32.",
-                details={"tensor": self.name},
-            )
+    def check_infinite(self) -> None:
+        """Raise BadInput if a value that was cast is infinite."""
+        self.losses.refuse_infinite(self.name, self.code)
+
+    def check_zeros(self) -> None:
+        """Raise BadInput if the casts of the whole tensor have left only zeros of it."""
+        self.losses.refuse_zeros(self.name, self.code)
 
 
 class ModelPart(NamedTuple):
@@ -136,6 +138,7 @@ def plan_export(
         view = view_to_export(base)
     else:
         view = as_published(config, f"{base.url}/{hf.CONFIG}", folder.has)
+    is_quantized = quantization_of(config) is not None
     stored = filter(folder.is_weight, folder.names()) if folder is not None else ()
     published = set(map(unpacked_name, stored))
     said = [CODE_OF[str(name)] for name in map(config.get, hf.CONFIG_DTYPES) if name in WRITTEN_AS]
@@ -143,14 +146,12 @@ def plan_export(
     def wanted_code(name: str) -> int | None:
         if dtype is not None:
             return CODE_OF[dtype]
-        return None if in_framework else _published_dtype(folder, name) or next(iter(said), None)
+        return None if in_framework else published_float(folder, name) or next(iter(said), None)
 
     by_name: dict[str, PublishedTensor] = {}
     part = _model_part(index, view, published, base, prefix)
     for spec in part.specs:
         name = spec.name.removeprefix(part.prefix)
-        if quantization_of(config) is not None:
-            _refuse_quantised(index, spec, base)
         segments = (
             # It already has a published name (an import, or transformers' modules).
             same([name], spec.shape, {})
@@ -161,11 +162,12 @@ def plan_export(
         for segment in segments:
             if segment.is_copy:
                 continue
-            code = _code(spec, wanted_code(segment.name), dtype is None)
+            check_kind(spec, segment.name, folder, index, base.url, is_quantized)
+            code = code_to_write(spec, wanted_code(segment.name), dtype is None)
             tensor = by_name.setdefault(segment.name, PublishedTensor(segment.name, code, segment.published))
             tensor.pieces.append(Piece(spec, segment))
-            if code != tensor.code and code in FLOATS and tensor.code in FLOATS:
-                tensor.code = min(code, tensor.code, key=FLOATS.index)
+            if code != tensor.code:
+                tensor.code = _more_exact(tensor, spec, code)
     tensors = sorted(by_name.values(), key=lambda tensor: natural(tensor.name))
     for tensor in tensors:
         if view.is_tied:
@@ -187,7 +189,8 @@ def plan_export(
         needed += [name for name in missing if has_some and view.is_predictor(name)]
     if needed and strict:
         raise MissingTensors(
-            f"The checkpoint has nothing for {len(needed)} tensors of {base.url}: {counted(needed)}.",
+            f"The checkpoint has nothing for {amount(len(needed), 'tensor')} of {base.url}: "
+            f"{counted(needed)}.",
             hint="Layers that predict further tokens may be left out with strict=False (--partial).",
             details={"missing": needed[:100]},
         )
@@ -227,8 +230,8 @@ def _model_part(
         if view.is_of_no_table:
             view_to_export(base)  # raises BadInput, with the nearest type
         raise BadInput(
-            f"{index.where} holds {len(unknown)} weights that the family {view.family.name!r} has no place "
-            f"for: {counted(unknown)}.",
+            f"{index.where} holds {amount(len(unknown), 'weight')} that the family {view.family.name!r} has "
+            f"no place for: {counted(unknown)}.",
             hint="An adapter must be merged into the weights first; scales of quantized weights are not "
             "exported; a checkpoint of another model needs that model's folder.",
             details={"unknown": unknown[:100]},
@@ -264,33 +267,17 @@ def _leave_out_tied_output(
     tensor.pieces = others
 
 
-def _refuse_quantised(index: Index, spec: TensorSpec, base: LocalStore) -> None:
-    """Raise BadInput for quantised elements: an export writes neither scales nor their configuration."""
-    name = DTYPES[spec.dtype].name
-    if name not in (*WRITTEN_AS, "float64"):
-        raise BadInput(
-            f"{index.where} holds {spec.name!r} in {name}, and {base.url} is quantized: such weights are not "
-            f"exported.",
-            hint="Load them into a model in floating point, and export what that saves.",
-            details={"tensor": spec.name},
-        )
-
-
-def _published_dtype(folder: HuggingFaceFolder | None, name: str) -> int | None:
-    """Return the dtype of a published tensor; None if it is missing or quantized."""
-    place = folder.place(name) if folder is not None else None
-    return place.code if place is not None and place.code in FLOATS else None
-
-
-def _code(spec: TensorSpec, wanted: int | None, only_less_exact: bool) -> int:
-    """Return the code of the dtype in which a tensor is written."""
-    if spec.dtype not in hf.TAG_OF_CODE:
-        name = DTYPES[spec.dtype].name
-        raise BadInput(f"{spec.name!r} is {name}, which safetensors has no name for; convert it first.")
-    # A router's bias selects experts by small differences; transformers does not convert it either.
-    if wanted is None or spec.dtype not in FLOATS or spec.name.endswith("expert_bias"):
-        return spec.dtype
-    return max(spec.dtype, wanted, key=FLOATS.index) if only_less_exact else wanted
+def _more_exact(tensor: PublishedTensor, spec: TensorSpec, code: int) -> int:
+    """Return the more exact of the dtypes of a tensor and of one more piece. BadInput if they can't be
+    converted into each other."""
+    if code in FLOATS and tensor.code in FLOATS:
+        return min(code, tensor.code, key=FLOATS.index)
+    raise BadInput(
+        f"{tensor.name!r} is made up of {tensor.pieces[0].spec.name!r} in {DTYPES[tensor.code].name} and "
+        f"{spec.name!r} in {DTYPES[code].name}, which an export does not convert into each other.",
+        hint="Save both in one dtype.",
+        details={"tensors": [tensor.pieces[0].spec.name, spec.name]},
+    )
 
 
 def _check_covered(tensor: PublishedTensor, where: str) -> None:
@@ -323,7 +310,8 @@ def _missing(tensors: Sequence[PublishedTensor], folder: HuggingFaceFolder, wher
     if extra:
         near = nearest(extra[0], missing or sorted(names))
         raise BadInput(
-            f"The checkpoint makes up {len(extra)} tensors that {where} does not have: {counted(extra)}.",
+            f"The checkpoint makes up {amount(len(extra), 'tensor')} that {where} does not have: "
+            f"{counted(extra)}.",
             hint=f"The nearest there is {near!r}." if near else "",
         )
     for tensor in tensors:

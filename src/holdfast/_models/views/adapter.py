@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
+from holdfast._core.base.values import amount
 from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.layout.box import whole
 from holdfast._core.layout.tensor import DTYPES, FLOATS, Dims, counted
@@ -145,8 +146,8 @@ class Adapter:
                 changes[segment.name].append(Change(segment, by))
         if unknown:
             raise BadInput(
-                f"The adapter {self.url} changes {len(unknown)} tensors that {base.where} does not have: "
-                f"{counted(unknown)}.",
+                f"The adapter {self.url} changes {amount(len(unknown), 'tensor')} that {base.where} does not "
+                f"have: {counted(unknown)}.",
                 hint="It is of another model, or was trained with a version of transformers that calls these "
                 "otherwise.",
                 details={"unknown": unknown[:100]},

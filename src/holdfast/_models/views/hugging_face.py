@@ -179,7 +179,17 @@ class HuggingFaceFolder(LoadedModel):
         return header
 
     def _raw_header(self, file: str) -> bytes:
-        with closing(self._store.open(file)) as reader:
+        try:
+            reader = self._store.open(file)
+        except NotFound:
+            if self._is_single:
+                raise
+            raise NotFound(
+                f"{self.where} names {file}, which is not there.",
+                hint="Copy that file, too, or download the model again.",
+                details={"file": file},
+            ) from None
+        with closing(reader):
             self._sizes[file] = reader.size
             raw = raw_header(reader.read, reader.size, f"{self._store.url}/{file}")
         self.bytes_read += len(raw)

@@ -133,11 +133,9 @@ class _IndexComparison:
             self._tensor(name, row, mine, theirs)
 
     def _object(self, name: str, row: int) -> None:
-        """Compare objects by value: different bytes may be equal values (a dict in another order)."""
+        """Compare objects by value and type: other bytes may be an equal value (a dict in another order)."""
         a, b = (side.reader(row)(whole(side.columns.shape_of(row))).data.tobytes() for side in self.sides)
-        # Only plain objects are decoded: the other format would need torch.
-        plain = a[:1] == b[:1] == plain_objects.PLAIN
-        if not plain or plain_objects.without_classes(a) != plain_objects.without_classes(b):
+        if not _are_equal(a, b):
             self.content.append(Content(name, "object", plain_objects.preview(a), plain_objects.preview(b)))
 
     def _tensor(self, name: str, row: int, mine: _Chunks, theirs: _Chunks) -> None:
@@ -195,6 +193,18 @@ def _numbers(data: Array, dtype: str) -> Array | None:
         return data.view(dtype)
     except TypeError:
         return None
+
+
+def _are_equal(a: bytes, b: bytes) -> bool:
+    """Return whether objects of different bytes are known to be equal values of the same types."""
+    # Only plain objects are read: the other format would need torch. Python's own == takes 1, 1.0 and True
+    # for equal, and no NaN for itself.
+    if not a[:1] == b[:1] == plain_objects.PLAIN:
+        return False
+    try:
+        return plain_objects.canonical(a) == plain_objects.canonical(b)
+    except plain_objects.UNREADABLE:
+        return False
 
 
 def compare(a: Folder, b: Folder, values: bool = False) -> Compared:
