@@ -65,6 +65,12 @@ def status(
         ("[rank3[]:[E508 x", 3, "[E508 x"),
         ("node.log [stderr] [rank3]:[E909 x", 3, "[E909 x"),
         ("[default0]:Error: x", None, "Error: x"),
+        ("[default0]:  File x", None, "  File x"),
+        ("[trainer3]:[rank11]:   File x", 11, "   File x"),
+        ("[rank3]:[rank11]: Error: x", 11, "Error: x"),
+        ("[rank3]: [rank11]: Error: x", 11, "Error: x"),
+        ("[rank3]:[rank11]:[E710 x", 11, "[E710 x"),
+        ("[3]:  File x", None, "  File x"),
         (
             "(EngineCore_DP0 pid=410) ERROR 11-28 12:02:21 [core.py:708] Traceback (most",
             None,

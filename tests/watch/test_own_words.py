@@ -54,7 +54,11 @@ def called(absent: set[int], ended: str = "") -> Evidence:
     return collector.evidence()
 
 
-@pytest.mark.parametrize("prefix", ["", "WARNING:holdfast:", "(WorkerDict pid=3851, ip=10.0.0.1) "])
+@pytest.mark.parametrize(
+    "prefix",
+    ["", "WARNING:holdfast:", "(WorkerDict pid=3851, ip=10.0.0.1) "]
+    + ["[default0]:", "[rank0]:", "[trainer0]:", "[0]:", "[rank0]: ", "0: "],  # of torchrun, and of others
+)
 @pytest.mark.parametrize(("absent", "ended"), [({2}, ""), ({2, 5, 6}, ""), ({2}, "killed by SIGKILL")])
 def test_a_roll_call_in_a_log_is_the_verdict(
     absent: set[int], ended: str, prefix: str, tmp_path: Path
@@ -64,7 +68,7 @@ def test_a_roll_call_in_a_log_is_the_verdict(
     assert first.who is not None
     text = summary("a collective has taken 20 of 40 s", first, evidence, FOLDER)
     lines = [line if line.startswith(" ") else prefix + line for line in text.splitlines()]
-    if prefix.startswith("("):
+    if not prefix.startswith("W"):
         lines = [prefix + line.removeprefix(prefix) for line in lines]
     found = of(tmp_path, "loss 1.0", *lines, "loss 2.0")
     assert found.who is not None
@@ -166,6 +170,17 @@ GLOO = """[rank{0}]: Traceback (most recent call last):
 [rank{0}]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] {2}"""
 LATE = "Timed out waiting 40000ms for recv operation to complete"
 LOST = "Connection closed by peer [127.0.0.1]:9386"
+
+
+@pytest.mark.parametrize("role", ["default", "rank", "trainer", ""])
+def test_torchrun_marks_what_torch_has_marked(role: str, tmp_path: Path) -> None:
+    # The ranks 8-11 of a job are 0-3 on their host. `[3]:` may be one, or the other.
+    errors = {rank: GLOO.format(rank + 8, 3252, LATE) for rank in (0, 1, 3)}
+    prefixed = [f"[{role}{rank}]:{line}" for rank, text in errors.items() for line in text.splitlines()]
+    found = who_of(tmp_path, "WORLD_SIZE=12", *prefixed)
+    assert found.waiting == (8, 9, 11)
+    lost = [f"[{role}2]:{line}" for line in GLOO.format(10, 3252, LOST).splitlines()]
+    assert "ranks 0-7" in who_of(tmp_path, "WORLD_SIZE=12", *prefixed, *lost).summary
 
 
 def test_timeouts_of_gloo_show_who_has_none(tmp_path: Path) -> None:

@@ -47,8 +47,11 @@ _LOGGER = re.compile(
     r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]{8} \[[\w./]+:\d+\] ?|"  # vLLM
     r"^\[\d{4}-\d\d-\d\d [\d:]{8}((?: [A-Z]+\d+)*)\] "  # SGLang
 )
-_RANK = re.compile(r"\[rank(\d{1,6})\[?\]:? ?")
-_DEFAULT = re.compile(r"\[default(\d{1,4})\]: ?")
+# One space belongs to a prefix. More are the text's own: Holdfast indents the lines of a message by two.
+_RANK = re.compile(r"\[rank(\d{1,6})\[?\]:?(?: (?! ))?")
+_AGAIN = re.compile(rf" ?{_RANK.pattern}")
+_ROLE = re.compile(r"\[(default\d{1,4})\]:(?: (?! ))?|^\[(?!rank\d)([\w-]{0,40}?\d{1,6})\]:(?=\S|  )")
+"""Prefix of torchrun (`--tee`), with the name of the role, and of its template `[${rank}]:`."""
 _SRUN = re.compile(r"^\s*\d{1,6}: ")
 
 
@@ -89,9 +92,11 @@ class Prefixed(NamedTuple):
     repeated: int
     """Number of repetitions of this line that Ray has suppressed."""
     is_marked: bool
-    """Has it the prefix `[rank5]:`? If it is a Python error, that means an uncaught one."""
+    """Has it the prefix `[rank5]:`? torch gives it to uncaught errors, and launchers to any line."""
     is_of_a_host: bool
     """Has it torchrun's prefix (`[default0]:`), which marks the log of a whole host?"""
+    is_marked_inside: bool
+    """Is `[rank5]:` behind a prefix of torchrun's, so that torch has written it?"""
 
 
 def without_prefix(raw: bytes) -> Prefixed:
@@ -106,19 +111,23 @@ def without_prefix(raw: bytes) -> Prefixed:
         place, text = "".join(forwarded.groups("")), text[forwarded.end() :]
     if (ray := _RAY.search(text, 0, 200)) is not None:
         stream, text = f"{ray[3]}/{ray[2]}", text[ray.end() :]
-    if (local := _DEFAULT.search(text, 0, 80)) is not None:
-        stream, text = f"default{local[1]}", text[local.end() :]
+    if (local := _ROLE.search(text, 0, 80)) is not None:
+        stream, text = local[1] or local[2], text[local.end() :]
     if (inner := _RAY.match(text)) is not None:  # an engine in an actor
         stream, text = f"{stream}/{inner[2]}", text[inner.end() :]
     if (logger := _LOGGER.match(text)) is not None:
         stream, text = stream or logger[1] or "", text[logger.end() :]
-    marked = _RANK.search(text, 0, 120)
+    marked, inside = _RANK.search(text, 0, 120), local is not None
     if marked is not None:
+        # torchrun's prefix for a role of the name "rank" has the rank on the host; torch's own is behind it.
+        while (again := _AGAIN.match(text, marked.end())) is not None:
+            marked, inside = again, True
         rank, stream, text = int(marked[1]), f"rank{marked[1]}", text[marked.end() :]
     elif (task := _SRUN.match(text)) is not None:
         stream, text = stream or task[0], text[task.end() :]
     times = int(repeated[1]) if repeated else 0
-    return Prefixed(text, rank, place + stream, times, marked is not None, local is not None)
+    is_marked = marked is not None
+    return Prefixed(text, rank, place + stream, times, is_marked, local is not None, is_marked and inside)
 
 
 def _line_of_json(text: str) -> str:
