@@ -269,6 +269,60 @@ def test_an_error_that_follows_from_a_consequence_is_none_either(tmp_path: Path)
     assert of(tmp_path, *lines, timeout(0, 5)).why is None
 
 
+RAISED = """{0}:
+Traceback (most recent call last):
+  File "/job/data.py", line 8, in fetch
+    raise ConnectionError("no route to api")
+ConnectionError: no route to api"""
+LATE = """[rank{0}]: Traceback (most recent call last):
+[rank{0}]:   File "/job/train.py", line 12, in main
+[rank{0}]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 16000ms for recv operation to complete"""
+HEADS = ["Exception in thread flush", "Exception ignored in <function Shard.__del__ at 0x7f>", "retry"]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("prefix", ["[rank{}]:", "[rank{}]: ", "[default{}]:", "{}: ", "of its file"])
+def test_an_error_that_a_launcher_has_marked_ends_nobody(prefix: str, head: str, tmp_path: Path) -> None:
+    """`torchrun --role rank --tee 3` marks every line as torch marks an error that nobody has caught."""
+    programs = {rank: ["started"] for rank in range(3)}
+    programs[0] += RAISED.format(head).splitlines()
+    for rank in (0, 2):
+        programs[rank] += ["step 4", *LATE.format(rank).splitlines()]
+    for rank, lines in programs.items():
+        if prefix == "of its file":
+            (tmp_path / f"rank-{rank}.log").write_text("\n".join(lines) + "\n")
+    if prefix == "of its file":
+        found = diagnose(read_all([str(tmp_path)]))
+    else:
+        found = of(
+            tmp_path, *(prefix.format(rank) + line for rank, lines in programs.items() for line in lines)
+        )
+    assert found.why is None
+    assert found.who is not None
+    assert (found.who.waiting, found.who.ranks) == ((0, 2), None)
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank{}]:", "[rank{}]: ", "[default{}]:"])
+def test_an_error_that_torch_has_marked_ends_a_rank(prefix: str, tmp_path: Path) -> None:
+    error = [f"[rank1]: {line}" for line in RAISED.format("x").splitlines()[1:]] + ["its second line"]
+    lines = [*(f"{prefix.format(rank)}started" for rank in range(3))] if prefix else ["started"]
+    lines += [prefix.format(1) + line for line in error]
+    late = [prefix.format(0) + line for line in LATE.format(0).splitlines()]
+    found = of(tmp_path, *lines, *late).why
+    assert (found and found.kind, found and found.ranks) == ("died", (1,))
+    # One that comes after a timeout may follow from it.
+    assert of(tmp_path, *late, *lines).why is None
+
+
+def test_the_rank_on_a_host_is_not_that_of_the_job(tmp_path: Path) -> None:
+    lines = [
+        "[rank0]:Error: x",
+        "[rank1]:started",
+        *(f"[rank1]:{line}" for line in LATE.format(9).splitlines()),
+    ]
+    assert list(read(tmp_path, *lines).ranks) == [9]
+
+
 def test_an_error_that_was_caught_ends_nobody(tmp_path: Path) -> None:
     """It is not marked by torch, and the same rank goes on."""
     (tmp_path / "rank-2.log").write_text(

@@ -141,6 +141,8 @@ class Ending(msgspec.Struct, frozen=True):
     """Where it was raised."""
 
 
+GLOO_TIMEOUT = re.compile(r"Timed out waiting \d+ms for (?:recv|send) operation to complete")
+"""The error of a rank whose peer has not come in time."""
 CUT_OFF = "its host does not answer"
 """The state of a rank whose host was reachable before, and is no longer."""
 
@@ -262,8 +264,10 @@ class Evidence(msgspec.Struct, frozen=True):
     def first_timeouts(self) -> dict[str, int]:
         """Return the line number of the first timeout in each file that has one."""
         found: dict[str, int] = {}
-        for one in (*(one for _, one in self.timeouts()), *self.loose):
-            found[one.source.file] = min(one.source.line, found.get(one.source.file, one.source.line))
+        of_gloo = (one for _, one in self.endings() if one.is_fatal and GLOO_TIMEOUT.search(one.what))
+        sources = [one.source for one in (*(one for _, one in self.timeouts()), *self.loose)]
+        for file, line in (*sources, *(one.source for one in of_gloo)):
+            found[file] = min(line, found.get(file, line))
         return found
 
     def has_only_logs(self) -> bool:

@@ -91,8 +91,8 @@ class Prefixed(NamedTuple):
     """Lines with the same value come from one process."""
     repeated: int
     """Number of repetitions of this line that Ray has suppressed."""
-    is_marked: bool
-    """Has it the prefix `[rank5]:`? torch gives it to uncaught errors, and launchers to any line."""
+    mark: str
+    """The prefix `[rank5]: ` as it stands there; "" if it has none. Who has written it, see `Marks`."""
     is_of_a_host: bool
     """Has it torchrun's prefix (`[default0]:`), which marks the log of a whole host?"""
     is_marked_inside: bool
@@ -126,8 +126,8 @@ def without_prefix(raw: bytes) -> Prefixed:
     elif (task := _SRUN.match(text)) is not None:
         stream, text = stream or task[0], text[task.end() :]
     times = int(repeated[1]) if repeated else 0
-    is_marked = marked is not None
-    return Prefixed(text, rank, place + stream, times, is_marked, local is not None, is_marked and inside)
+    mark = marked[0] if marked is not None else ""
+    return Prefixed(text, rank, place + stream, times, mark, local is not None, bool(mark) and inside)
 
 
 def _line_of_json(text: str) -> str:

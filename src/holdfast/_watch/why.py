@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from holdfast._watch.evidence import CUT_OFF, UNKNOWN, Ending, Evidence, GroupOperation, Rank
+from holdfast._watch.evidence import CUT_OFF, GLOO_TIMEOUT, UNKNOWN, Ending, Evidence, GroupOperation, Rank
 from holdfast._watch.names import SAME_SIZES, WAITS_FOR_ALL, plain
 from holdfast._watch.positions import has_ended, is_in_its_program, positions_of
 from holdfast._watch.verdict import Observation, Why, listed
@@ -43,14 +43,18 @@ def _by_holdfast(evidence: Evidence) -> Iterator[Why]:
 
 
 def _died(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
-    """Rule: a rank raised an error or was killed before the first timeout, and had no timeout itself."""
+    """Rule: a rank raised an error or was killed before the first timeout, and had no timeout itself.
+
+    A traceback in a log proves no death if nobody knows whether the error was caught: a program may print one
+    and go on, or end a thread by it.
+    """
     first_timeout = evidence.first_timeouts()
     found: list[tuple[int, Ending]] = []
     for rank, ending in evidence.endings():
         seen, (file, line) = evidence.ranks[rank], ending.source
-        goes_on = seen.last is not None and seen.last.file == file and seen.last.line > line
-        known = ending.is_cause and not ending.is_clean and (ending.is_fatal or not goes_on)
-        if known and line <= first_timeout.get(file, line) and not seen.timeouts:
+        lived = seen.timeouts or any(one.is_fatal and GLOO_TIMEOUT.search(one.what) for one in seen.endings)
+        known = ending.is_cause and not ending.is_clean and ending.is_fatal
+        if known and line <= first_timeout.get(file, line) and not lived:
             found.append((rank, ending))
     # Other ranks may be waiting for a live rank instead of this one.
     if not found or (absent and not any(rank in absent for rank, _ in found)):
