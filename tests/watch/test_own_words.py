@@ -23,6 +23,7 @@ from holdfast._watch.evidence import Ending, Evidence, Frame, SourceLine
 from holdfast._watch.read import read_all
 from holdfast._watch.verdict import Diagnosis, Who
 from holdfast.errors import DeadlineExceeded, HoldfastError, RankInfo
+from tests.protocol.test_liveness import HOUR, Wait, seen
 from tests.watch.test_roll_call import answer
 
 OVER = "The collective of the last roll call {}, after 31 s."
@@ -147,6 +148,51 @@ def test_ranks_that_came_late_are_no_longer_absent(tmp_path: Path) -> None:
     found = who_of(tmp_path, many)
     assert (found.ranks, found.absent) == (None, (2, 4))
     assert found.summary == "rank 0 has waited 30 s for ranks 2, 4 and others to write"
+
+
+ENDS = [
+    ("ended", "its program has ended"),
+    ("ended", "it has destroyed its process group"),
+    ("ended", "its process has ended"),
+    ("ended", "its process has ended with exit code 0"),
+    ("unreachable", "its host has not answered for 12 s"),
+    ("", "its process has ended with exit code 3"),  # its error may follow from another's
+    ("", "its port refuses connections, and nothing was heard of it for 12 s"),
+]
+
+
+@pytest.mark.parametrize(("kind", "how"), ENDS)
+def test_a_call_that_failed_by_the_end_of_a_rank_tells_the_cause(kind: str, how: str, tmp_path: Path) -> None:
+    error = Wait(deadline=HOUR).go(60, lambda now, rank: seen(rank, ended=how))
+    both = Wait(deadline=9).go(60, lambda now, rank: seen(rank, ended=how if rank == 2 else ""), (1, 2))
+    gone = RankInfo(1, "h", 101, "idle since save of x: committed", 0.4, how)
+    by_head = f"holdfast.errors.RankFailed: save of x failed after 8.4 s: {gone}. Nothing was committed."
+    for line in (f"[rank0]: holdfast.errors.RankFailed: {error}", by_head):
+        found = of(tmp_path, line)
+        assert (found.why and found.why.kind) == (kind or None), line
+        assert found.who is not None
+        assert found.who.ranks == (1,)
+        assert found.why is None or how in found.why.summary
+    # Its end is no cause if it failed itself.
+    failed = "[rank1]: Traceback (most recent call last):\n[rank1]: RuntimeError: Connection reset by peer"
+    assert [of(tmp_path, failed, by_head).why] == [None] or kind == "unreachable"
+    assert of(tmp_path, str(both)).who is not None
+
+
+def test_a_circle_and_a_stopped_rank_in_an_error_are_causes(tmp_path: Path) -> None:
+    part = {"title": "load of y", "phase": "entered", "waiting_for": [0], "blocks": True}
+    circle = Wait(deadline=HOUR).go(60, lambda now, rank: seen(rank, beat=int(now), other=part))
+    for at in ("", "; its main thread is at train.py:9 save"):
+        why = of(tmp_path, f"{str(circle).rpartition('. ')[0].replace('load of y.', f'load of y{at}.')}.").why
+        assert why is not None
+        assert (why.kind, why.summary.partition("; ")[0]) == ("cycle", "rank 1 waits for rank 0 in load of y")
+        assert "rank 0 waited for rank 1 to write its part" in why.summary
+    stopped = Wait().go(90, lambda now, rank: seen(rank, state="T"))
+    assert (found := of(tmp_path, str(stopped)).why) is not None
+    assert (found.kind, found.summary) == ("stopped", "rank 1: it is stopped by a signal (state T)")
+    # Of two ranks only one is stopped: the other may be what all wait for.
+    both = Wait().go(90, lambda now, rank: seen(rank, state="T" if rank == 2 else ""), (1, 2))
+    assert of(tmp_path, str(both)).why is None
 
 
 def test_the_ranks_that_a_session_has_missed_are_the_verdict(tmp_path: Path) -> None:

@@ -26,7 +26,14 @@ KEYS = (
     *(b"srun: error", b"CANCELLED AT", b"Job step aborted", b"oom_kill", b"oom-kill"),
     *(b"Detected mismatch", b"Invalidate trace cache", b"destroy_process_group()", b"waitForInput"),
     *(b"orld size", b"orld_size", b"orld-size", b"ORLD_SIZE", b"ORLD SIZE", b"ORLD-SIZE", b"orld Size"),
-    *(b" has waited ", b" came after ", b"of the last roll call", b" while rank ", b"not in that collective"),
+    *(
+        b" has waited ",
+        b" came after ",
+        b"of the last roll call",
+        b" while rank ",
+        b" failed after ",
+        b"not in that collective",
+    ),
     *(b"message store has not answered", b"ProcessGroupGloo"),
 )
 """Keywords: a line with none of these, nor any of a known case, is skipped."""
