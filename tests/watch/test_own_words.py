@@ -90,8 +90,17 @@ def test_a_wait_that_is_over_is_no_verdict(tmp_path: Path) -> None:
     evidence = called({2})
     lines = summary("a collective has taken 20 of 40 s", diagnose(evidence), evidence, "").splitlines()
     assert of(tmp_path, *lines, OVER.format("is over")).who is None
-    for failed in ("has failed by its timeout", "has ended, or failed by its timeout"):
-        assert who_of(tmp_path, *lines, OVER.format(failed)).ranks == (2,)
+    failed = who_of(tmp_path, *lines, OVER.format("has failed by its timeout"))
+    assert (failed.ranks, "has ended" in failed.summary) == ((2,), False)
+    # It may have come: nobody is named, and no cause is told.
+    for ended in ("has ended (whether by its timeout is not known)", "has ended, or failed by its timeout"):
+        found = of(tmp_path, *lines, OVER.format(ended))
+        assert found.who is not None
+        assert (found.who.ranks, found.who.absent, found.why) == (None, (2,), None)
+        assert found.who.summary.endswith("; that has ended, whether by a timeout is not known")
+        # A timeout of a rank that has waited tells.
+        late = who_of(tmp_path, *lines, OVER.format(ended), *GLOO.format(3, 3252, LATE).splitlines())
+        assert (late.ranks, late.summary) == (failed.ranks, failed.summary)
     # A later call is about another wait.
     other = called({3})
     later = summary("a collective has taken 20 of 40 s", diagnose(other), other, "").splitlines()

@@ -214,6 +214,8 @@ class OwnVerdict(msgspec.Struct, frozen=True):
     lines: tuple[tuple[str, SourceLine], ...] = ()
     folder: str = ""
     """Where the answers of all ranks are."""
+    may_be_over: bool = False
+    """Has the wait ended, and is it not known whether by its timeout?"""
 
 
 class Evidence(msgspec.Struct, frozen=True):
@@ -269,6 +271,20 @@ class Evidence(msgspec.Struct, frozen=True):
         for file, line in (*sources, *(one.source for one in of_gloo)):
             found[file] = min(line, found.get(file, line))
         return found
+
+    def latest_own(self) -> OwnVerdict | None:
+        """Return the latest verdict of Holdfast. If its wait may be over, and no timeout shows that it has
+        failed, it names no rank and no cause."""
+        own = self.own
+        endings = (*(one for rank, one in self.endings() if own and rank in own.waiting), *self.raised)
+        has_failed = (
+            self.loose or any(self.timeouts()) or any(GLOO_TIMEOUT.search(one.what) for one in endings)
+        )
+        if own is None or not own.may_be_over or has_failed:
+            return own
+        summary = f"{own.summary.rstrip('.')}; that has ended, whether by a timeout is not known"
+        summary = summary if own.summary else ""
+        return msgspec.structs.replace(own, summary=summary, is_whole=False, cause=None)
 
     def has_only_logs(self) -> bool:
         """Is there no stack and no flight record?"""

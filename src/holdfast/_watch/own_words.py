@@ -18,7 +18,7 @@ from holdfast.errors import BadInput
 LONGEST = 400
 """Maximum number of characters that are shown of a line."""
 _CALL = re.compile(r"Roll call of \d+ of (\d+) ranks, because ")
-_OVER = re.compile(r"of the last roll call is over")
+_OVER = re.compile(r"of the last roll call (?:is over|(has ended)\b)")
 _CAME = re.compile(r"rank (\d{1,6})(?=[^:]* came after \d+ s)")
 _LIST = r"ranks? \d[\d, -]*"
 _PLACE = re.compile(rf"({_LIST}?): (.*)")
@@ -105,8 +105,8 @@ class OwnWords:
             cause = _cause(absent, facts)
             later = msgspec.structs.replace(own, summary=late, absent=absent, facts=facts, cause=cause)
             self._to.own = later if absent else None
-        elif own is not None and not own.is_wait and _OVER.search(text) is not None:
-            self._to.own = None
+        elif own is not None and not own.is_wait and (over := _OVER.search(text)) is not None:
+            self._to.own = msgspec.structs.replace(own, may_be_over=True) if over[1] else None
 
     def _note(
         self,

@@ -27,7 +27,7 @@ def who_waits(evidence: Evidence, waits: Waits) -> Who | None:
 
 def _by_holdfast(evidence: Evidence) -> Iterator[Who]:
     """Rule: Holdfast has written to a log who waits for whom. It had all stacks, so only stacks tell more."""
-    own = evidence.own
+    own = evidence.latest_own()
     if own is not None and own.summary and evidence.has_only_logs():
         yield Who(
             own.summary,

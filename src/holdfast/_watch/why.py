@@ -37,7 +37,7 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
 
 def _by_holdfast(evidence: Evidence) -> Iterator[Why]:
     """Rule: a roll call in a log has proven it."""
-    own = evidence.own
+    own = evidence.latest_own()
     if own is not None and own.cause is not None and evidence.has_only_logs():
         failed = {rank for rank, one in evidence.endings() if one.is_fatal and not one.is_clean}
         if own.is_wait and own.cause[0] == "ended" and not failed.isdisjoint(own.absent):
