@@ -15,11 +15,13 @@ from holdfast._core.protocol.operation import agree
 from holdfast._core.roster.memory import Board, MemoryRoster
 from holdfast._core.roster.process import Identity
 from holdfast._groups.session.blame import in_words
+from holdfast._tools.cli.diagnose import show
 from holdfast._watch.answering import summary
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call
 from holdfast._watch.evidence import Ending, Evidence, Frame, SourceLine
+from holdfast._watch.places import known_of
 from holdfast._watch.read import read_all
 from holdfast._watch.verdict import Diagnosis, Who
 from holdfast.errors import DeadlineExceeded, HoldfastError, RankInfo
@@ -81,9 +83,29 @@ def test_a_roll_call_in_a_log_is_the_verdict(
     )
     assert any(FOLDER in wanted for wanted in found.collect)
     assert found.world_size == WORLD
+    # Who has answered is heard of, whatever its own lines tell.
+    assert (found.heard_of, found.is_complete) == (tuple(range(WORLD)), True)
     # Each rank has one line, and its verb agrees.
     assert text.count("at plan (") == 1
     assert ": wait at train (" in text
+
+
+def test_who_has_not_answered_a_roll_call_is_not_heard_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "Roll call of 5 of 8 ranks, because a collective has taken 20 of 40 s:"
+    found = of(
+        tmp_path, text, "  ranks 1, 3-4: no answer. py-spy dump --pid PID, on its host, tells where it is."
+    )
+    assert (found.heard_of, found.is_complete) == ((0, 2, 5, 6, 7), False)
+    show(found)
+    assert capsys.readouterr().out.startswith(
+        "heard of: ranks 0, 2, 5-7 of 8; no line of the others tells anything\n"
+    )
+    # Lines are lacking: which have answered is not known.
+    assert of(tmp_path, text).heard_of == ()
+    many = known_of(Evidence({}, world_size=4), [1, 2])
+    assert [(one.ranks, one.text) for one in many] == [((1, 2), "no line of them tells anything")]
 
 
 def test_a_wait_that_is_over_is_no_verdict(tmp_path: Path) -> None:
@@ -242,7 +264,7 @@ def test_timeouts_of_gloo_show_who_has_none(tmp_path: Path) -> None:
     others = [GLOO.format(rank, 3252, LATE) for rank in (0, 1, 3)]
     found = who_of(tmp_path, *others)
     assert (found.waiting, found.ranks, found.basis) == ((0, 1, 3), (2,), "log")
-    assert [place.text for place in found.known] == ["it has no line"]
+    assert [place.text for place in found.known] == ["no line of it tells anything"]
     # Who has lost its peer may have been in the collective, and so may have ranks that timed out elsewhere.
     assert of(tmp_path, *others, GLOO.format(2, 3252, LOST)).who is None
     assert of(tmp_path, *others[:2], GLOO.format(3, 99, LATE)).who is None

@@ -214,6 +214,8 @@ class OwnVerdict(msgspec.Struct, frozen=True):
     lines: tuple[tuple[str, SourceLine], ...] = ()
     folder: str = ""
     """Where the answers of all ranks are."""
+    heard_of: tuple[int, ...] = ()
+    """The ranks that have answered a roll call."""
     may_be_over: bool = False
     """Has the wait ended, and is it not known whether by its timeout?"""
 

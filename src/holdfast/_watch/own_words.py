@@ -17,7 +17,8 @@ from holdfast.errors import BadInput
 
 LONGEST = 400
 """Maximum number of characters that are shown of a line."""
-_CALL = re.compile(r"Roll call of \d+ of (\d+) ranks, because ")
+_CALL = re.compile(r"Roll call of (\d+) of (\d+) ranks, because ")
+_SILENT = re.compile(r"(ranks? \d[\d, -]*): no answer\.")
 _OVER = re.compile(r"of the last roll call (?:is over|(has ended)\b)")
 _CAME = re.compile(r"rank (\d{1,6})(?=[^:]* came after \d+ s)")
 _LIST = r"ranks? \d[\d, -]*"
@@ -71,7 +72,7 @@ class OwnWords:
         follows = line.stream == self._stream and text.startswith("  ")
         if (call := _CALL.search(text)) is not None:
             self._stream, self._call = line.stream, []
-            self._to.note_world(int(call[1]) if len(call[1]) < 7 else 0)
+            self._to.note_world(int(call[2]) if len(call[2]) < 7 else 0)
         elif line.stream == self._stream and not follows:
             self._stream = None
         if call is not None or follows:
@@ -183,7 +184,18 @@ def of_roll_call(lines: list[tuple[str, SourceLine]]) -> OwnVerdict:
         cause=(cause[1], cause[2]) if cause is not None else None,
         lines=tuple(lines),
         folder=folder,
+        heard_of=_heard_of([text for text, _ in lines]),
     )
+
+
+def _heard_of(said: list[str]) -> tuple[int, ...]:
+    """Return the ranks that have answered a roll call; none as long as its lines don't tell which."""
+    call = _CALL.search(said[0])
+    if call is None or max(len(call[1]), len(call[2])) > 6 or int(call[2]) > RANKS:
+        return ()
+    silent = {rank for text in said if (found := _SILENT.match(text)) for rank in _ranks(found[1])}
+    heard = tuple(rank for rank in range(int(call[2])) if rank not in silent)
+    return heard if len(heard) == int(call[1]) else ()
 
 
 def _ranks(text: str) -> tuple[int, ...]:
