@@ -314,6 +314,40 @@ def test_an_error_that_torch_has_marked_ends_a_rank(prefix: str, tmp_path: Path)
     assert of(tmp_path, *late, *lines).why is None
 
 
+ABORTS = (
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+    "  what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. "
+    "888892 vs 4. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "rank"),
+    [
+        ("".join(f"[rank1]:{line}\n" for line in ABORTS.splitlines()), "rank 1"),
+        ("".join(f"[default1]:{line}\n" for line in ABORTS.splitlines()), "a rank"),
+        (ABORTS, "a rank"),
+        ("[rank1]: Traceback (most recent call last):\n[rank1]: RuntimeError:" + ABORTS.partition("what(): ")[2], "rank 1"),
+    ],
+)  # fmt: skip
+def test_a_message_of_gloo_that_is_too_long_proves_a_mismatch(error: str, rank: str, tmp_path: Path) -> None:
+    lost = "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: Connection reset by peer"
+    found = of(tmp_path, "[rank0]:started", error, lost).why
+    assert found is not None
+    assert (found.kind, found.ranks) == ("mismatch", None)  # which of the two differs is not known
+    assert found.summary.startswith(
+        f"{rank} has received 888892 bytes in gloo for an operation that can receive 4: "
+    )
+
+
+def test_a_process_that_aborts_has_ended_and_why_is_not_known(tmp_path: Path) -> None:
+    """An error in C++ may follow from the end of another rank, or be that of a child."""
+    found = of(tmp_path, "[rank1]:terminate called after throwing an instance of 'c10::Error'", timeout(0, 5))
+    assert found.why is None
+    assert found.heard_of == (0, 1)
+    assert any(one.what.startswith("rank 1: terminate called") for one in found.observations)
+
+
 def test_the_rank_on_a_host_is_not_that_of_the_job(tmp_path: Path) -> None:
     lines = [
         "[rank0]:Error: x",

@@ -141,6 +141,7 @@ class LogReader:
             if form.OVER.search(text) is not None:
                 self._to.once("ended", text, source, self._name)
             known = not self._is_of_this_hang(text) or self._watchdog(text, rank, source)
+            known = known or self._aborts(text, rank, source)
             known = known or self._nccl(text, source) or self._by_itself(text, source)
             if not known or text.startswith("RuntimeError"):
                 self._python(line, rank, source)
@@ -195,6 +196,18 @@ class LogReader:
             cause = "ECC" in error[1] or "illegal" in error[1]
             self._to.note_ending(rank, Ending(error[1], source, is_cause=cause))
         return found is not None or "Watchdog caught" in text
+
+    # -- gloo, and any code in C++ ----------------------------------------------------------------------
+
+    def _aborts(self, text: str, rank: int | None, source: SourceLine) -> bool:
+        if (size := form.UNEXPECTED_SIZE.search(text)) is not None:
+            self._to.remark("size", text, source, "" if rank is None else str(rank), size[1], size[2])
+        elif form.TERMINATED.match(text):
+            # What was thrown, and whether it follows from another rank's end, is in the next line, if at all.
+            self._to.note_ending(rank, Ending(text[:300], source, is_cause=False))
+        else:
+            return False
+        return True
 
     # -- NCCL -------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ KEYS = (
         b" failed after ",
         b"not in that collective",
     ),
-    *(b"message store has not answered", b"ProcessGroupGloo"),
+    *(b"message store has not answered", b"ProcessGroupGloo", b"op.preamble.length", b"terminate called"),
 )
 """Keywords: a line with none of these, nor any of a known case, is skipped."""
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
@@ -177,6 +177,10 @@ FINGERPRINT = re.compile(
     r"(?:, TensorShape=\[([^\]]*)\])?.*?Rank (\d+) is running collective: CollectiveFingerPrint\("
     r"(?:SequenceNumber=(\d+))?,? ?OpType=(\w+)(?:, TensorShape=\[([^\]]*)\])?"
 )
+UNEXPECTED_SIZE = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs\.? (\d+)")
+"""gloo has got a message that is longer than what it waits for under that number."""
+TERMINATED = re.compile(r"^terminate called (?:after throwing an instance of '[^']*'|without an active exc)")
+"""An error in C++ that nobody has caught: the process aborts."""
 NCCL = re.compile(
     r"(?<![\w.-])(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[\d+\] (?:\S+:\d+ )?"
     r"NCCL (?P<kind>INFO|WARN) (?P<text>.*)"
@@ -216,6 +220,7 @@ CONSEQUENCE = re.compile(
     r"Broken pipe|"
     r"[Tt]ime[d ]*[Oo]ut|ChildFailedError|SignalException|KeyboardInterrupt|SystemExit|Actor\w*Error|"
     r"WorkerCrashedError|RankFailed|DeadlineExceeded|ncclRemoteError|(?i:nccl error)|monitoredBarrier|"
-    r"Detected mismatch between collectives|EngineDeadError|RayTaskError|killed by signal: Terminated"
+    r"Detected mismatch between collectives|op\.preamble\.length|EngineDeadError|RayTaskError|"
+    r"killed by signal: Terminated"
 )
 """Errors that follow from the failure or absence of a peer."""

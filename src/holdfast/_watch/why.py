@@ -25,6 +25,7 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
     yield from _died(evidence, absent)
     yield from _held(evidence, absent)
     yield from _fingerprints(evidence)
+    yield from _sizes(evidence)
     yield from _mismatch(evidence, waits.table)
     yield from _desynchronized(evidence, waits.table)
     if not absent:
@@ -126,6 +127,19 @@ def _fingerprints(evidence: Evidence) -> Iterator[Why]:
             "mismatch",
             f"rank {rank} calls {name} of [{shape}] as number {number or '?'}, and rank {other} {other_name} "
             f"of [{other_shape}] as number {other_number or '?'}",
+            seen=(Observation(remark.text[:200], remark.source),),
+        )
+
+
+def _sizes(evidence: Evidence) -> Iterator[Why]:
+    """Rule: gloo has got more bytes under one number than the operation there can receive."""
+    for remark in evidence.of("size")[:1]:
+        rank, got, room = remark.values
+        whose = f"rank {rank}" if rank else "a rank"
+        yield Why(
+            "mismatch",
+            f"{whose} has received {got} bytes in gloo for an operation that can receive {room}: another "
+            "rank has issued another operation, or one of another size",
             seen=(Observation(remark.text[:200], remark.source),),
         )
 
