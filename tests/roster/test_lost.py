@@ -263,6 +263,13 @@ SENTENCES = (
 ALLOWED = {
     "_core/roster/neighbours.py": {"pidfd_open()"},  # wakes the heart, and proves nothing
     "_core/background/writer_client.py": {"HELD", "stat"},  # of its own child, whose end Popen tells
+    # It reads what the judge has written to a log.
+    "_watch/own_words.py": {
+        "its process has ended",
+        "its program has ended",
+        "its host has not answered",
+        "it has destroyed its process group",
+    },
     "_watch/why.py": {"its program has ended"},  # by its stack, in files: no process is looked at
 }
 """What may be used outside of the judge and its evidence, and why it judges nobody."""

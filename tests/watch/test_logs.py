@@ -65,6 +65,12 @@ def status(
         ("[rank3[]:[E508 x", 3, "[E508 x"),
         ("node.log [stderr] [rank3]:[E909 x", 3, "[E909 x"),
         ("[default0]:Error: x", None, "Error: x"),
+        ("[default0]:  File x", None, "  File x"),
+        ("[trainer3]:[rank11]:   File x", 11, "   File x"),
+        ("[rank3]:[rank11]: Error: x", 11, "Error: x"),
+        ("[rank3]: [rank11]: Error: x", 11, "Error: x"),
+        ("[rank3]:[rank11]:[E710 x", 11, "[E710 x"),
+        ("[3]:  File x", None, "  File x"),
         (
             "(EngineCore_DP0 pid=410) ERROR 11-28 12:02:21 [core.py:708] Traceback (most",
             None,
@@ -261,6 +267,94 @@ def test_an_error_that_follows_from_a_consequence_is_none_either(tmp_path: Path)
         "[rank2]: KeyError: 'loss'",
     ]
     assert of(tmp_path, *lines, timeout(0, 5)).why is None
+
+
+RAISED = """{0}:
+Traceback (most recent call last):
+  File "/job/data.py", line 8, in fetch
+    raise ConnectionError("no route to api")
+ConnectionError: no route to api"""
+LATE = """[rank{0}]: Traceback (most recent call last):
+[rank{0}]:   File "/job/train.py", line 12, in main
+[rank{0}]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 16000ms for recv operation to complete"""
+HEADS = ["Exception in thread flush", "Exception ignored in <function Shard.__del__ at 0x7f>", "retry"]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("prefix", ["[rank{}]:", "[rank{}]: ", "[default{}]:", "{}: ", "of its file"])
+def test_an_error_that_a_launcher_has_marked_ends_nobody(prefix: str, head: str, tmp_path: Path) -> None:
+    """`torchrun --role rank --tee 3` marks every line as torch marks an error that nobody has caught."""
+    programs = {rank: ["started"] for rank in range(3)}
+    programs[0] += RAISED.format(head).splitlines()
+    for rank in (0, 2):
+        programs[rank] += ["step 4", *LATE.format(rank).splitlines()]
+    for rank, lines in programs.items():
+        if prefix == "of its file":
+            (tmp_path / f"rank-{rank}.log").write_text("\n".join(lines) + "\n")
+    if prefix == "of its file":
+        found = diagnose(read_all([str(tmp_path)]))
+    else:
+        found = of(
+            tmp_path, *(prefix.format(rank) + line for rank, lines in programs.items() for line in lines)
+        )
+    assert found.why is None
+    assert found.who is not None
+    assert (found.who.waiting, found.who.ranks) == ((0, 2), None)
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank{}]:", "[rank{}]: ", "[default{}]:"])
+def test_an_error_that_torch_has_marked_ends_a_rank(prefix: str, tmp_path: Path) -> None:
+    error = [f"[rank1]: {line}" for line in RAISED.format("x").splitlines()[1:]] + ["its second line"]
+    lines = [*(f"{prefix.format(rank)}started" for rank in range(3))] if prefix else ["started"]
+    lines += [prefix.format(1) + line for line in error]
+    late = [prefix.format(0) + line for line in LATE.format(0).splitlines()]
+    found = of(tmp_path, *lines, *late).why
+    assert (found and found.kind, found and found.ranks) == ("died", (1,))
+    # One that comes after a timeout may follow from it.
+    assert of(tmp_path, *late, *lines).why is None
+
+
+ABORTS = (
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+    "  what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. "
+    "888892 vs 4. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "rank"),
+    [
+        ("".join(f"[rank1]:{line}\n" for line in ABORTS.splitlines()), "rank 1"),
+        ("".join(f"[default1]:{line}\n" for line in ABORTS.splitlines()), "a rank"),
+        (ABORTS, "a rank"),
+        ("[rank1]: Traceback (most recent call last):\n[rank1]: RuntimeError:" + ABORTS.partition("what(): ")[2], "rank 1"),
+    ],
+)  # fmt: skip
+def test_a_message_of_gloo_that_is_too_long_proves_a_mismatch(error: str, rank: str, tmp_path: Path) -> None:
+    lost = "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: Connection reset by peer"
+    found = of(tmp_path, "[rank0]:started", error, lost).why
+    assert found is not None
+    assert (found.kind, found.ranks) == ("mismatch", None)  # which of the two differs is not known
+    assert found.summary.startswith(
+        f"{rank} has received 888892 bytes in gloo for an operation that can receive 4: "
+    )
+
+
+def test_a_process_that_aborts_has_ended_and_why_is_not_known(tmp_path: Path) -> None:
+    """An error in C++ may follow from the end of another rank, or be that of a child."""
+    found = of(tmp_path, "[rank1]:terminate called after throwing an instance of 'c10::Error'", timeout(0, 5))
+    assert found.why is None
+    assert found.heard_of == (0, 1)
+    assert any(one.what.startswith("rank 1: terminate called") for one in found.observations)
+
+
+def test_the_rank_on_a_host_is_not_that_of_the_job(tmp_path: Path) -> None:
+    lines = [
+        "[rank0]:Error: x",
+        "[rank1]:started",
+        *(f"[rank1]:{line}" for line in LATE.format(9).splitlines()),
+    ]
+    assert list(read(tmp_path, *lines).ranks) == [9]
 
 
 def test_an_error_that_was_caught_ends_nobody(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_parts_are_noted_once_and_in_bounded_number(tmp_path: Path) -> None:
 def test_who_never_appears_is_named(tmp_path: Path) -> None:
     lines = [line for rank in range(1, 8) for line in (timeout(rank, 167), status(rank, 167, 166, 167))]
     assert said(read(tmp_path, *lines)) == [
-        "ranks 1-7 timed out in ALLREDUCE, number 167 of group default_pg; the log has no line of rank 0: "
+        "ranks 1-7 timed out in ALLREDUCE, number 167 of group default_pg; the log has no line of rank 0 that tells anything: "
         "look at rank 0"
     ]
     assert (

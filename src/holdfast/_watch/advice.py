@@ -97,7 +97,7 @@ def _missing(evidence: Evidence, group: str, waits: _Waits) -> str:
         left_out = f", and Ray has left out {evidence.hidden} lines" if evidence.hidden else ""
         return f"; the log has no timeout of {listed(missing)}{left_out}"
     never = missing - evidence.ranks.keys()
-    parts = [f"no line of {listed(never)}"] if never else []
+    parts = [f"no line of {listed(never)} that tells anything"] if never else []
     parts += [f"lines of {listed(missing - never)}, but no timeout"] if rest else []
     return f"; the log has {', and '.join(parts)}: look at {listed(missing)}"
 

@@ -29,6 +29,10 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     waits = Waits(evidence)
     who = who_waits(evidence, waits)
     why = next(iter(causes(evidence, waits, frozenset(who.absent if who is not None else ()))), None)
+    # Those of a roll call in a log have answered it, whatever other lines there are.
+    own = evidence.own.heard_of if evidence.own is not None else ()
+    heard_of = tuple(sorted({*evidence.ranks, *own}))
+    all_answered = not evidence.hidden and len(own) == evidence.world_size
     return Diagnosis(
         _with_cause(evidence, who, why),
         why,
@@ -37,9 +41,9 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         advice(evidence),
         tuple(islice(_observed(evidence), SHOWN)),
         tuple(_to_collect(evidence, who, why)),
-        tuple(evidence.ranks),
+        heard_of,
         evidence.world_size,
-        evidence.is_complete,
+        evidence.is_complete or all_answered,
         IN_A_SAVE if _waits_in_a_save(evidence, who.waiting if who is not None else ()) else "",
     )
 

@@ -141,6 +141,8 @@ class Ending(msgspec.Struct, frozen=True):
     """Where it was raised."""
 
 
+GLOO_TIMEOUT = re.compile(r"Timed out waiting \d+ms for (?:recv|send) operation to complete")
+"""The error of a rank whose peer has not come in time."""
 CUT_OFF = "its host does not answer"
 """The state of a rank whose host was reachable before, and is no longer."""
 
@@ -212,6 +214,10 @@ class OwnVerdict(msgspec.Struct, frozen=True):
     lines: tuple[tuple[str, SourceLine], ...] = ()
     folder: str = ""
     """Where the answers of all ranks are."""
+    heard_of: tuple[int, ...] = ()
+    """The ranks that have answered a roll call."""
+    may_be_over: bool = False
+    """Has the wait ended, and is it not known whether by its timeout?"""
 
 
 class Evidence(msgspec.Struct, frozen=True):
@@ -262,9 +268,25 @@ class Evidence(msgspec.Struct, frozen=True):
     def first_timeouts(self) -> dict[str, int]:
         """Return the line number of the first timeout in each file that has one."""
         found: dict[str, int] = {}
-        for one in (*(one for _, one in self.timeouts()), *self.loose):
-            found[one.source.file] = min(one.source.line, found.get(one.source.file, one.source.line))
+        of_gloo = (one for _, one in self.endings() if one.is_fatal and GLOO_TIMEOUT.search(one.what))
+        sources = [one.source for one in (*(one for _, one in self.timeouts()), *self.loose)]
+        for file, line in (*sources, *(one.source for one in of_gloo)):
+            found[file] = min(line, found.get(file, line))
         return found
+
+    def latest_own(self) -> OwnVerdict | None:
+        """Return the latest verdict of Holdfast. If its wait may be over, and no timeout shows that it has
+        failed, it names no rank and no cause."""
+        own = self.own
+        endings = (*(one for rank, one in self.endings() if own and rank in own.waiting), *self.raised)
+        has_failed = (
+            self.loose or any(self.timeouts()) or any(GLOO_TIMEOUT.search(one.what) for one in endings)
+        )
+        if own is None or not own.may_be_over or has_failed:
+            return own
+        summary = f"{own.summary.rstrip('.')}; that has ended, whether by a timeout is not known"
+        summary = summary if own.summary else ""
+        return msgspec.structs.replace(own, summary=summary, is_whole=False, cause=None)
 
     def has_only_logs(self) -> bool:
         """Is there no stack and no flight record?"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import BinaryIO
 
@@ -11,6 +11,7 @@ from holdfast._watch import log_lines as form
 from holdfast._watch import looks_like
 from holdfast._watch.collector import RANKS, Collector
 from holdfast._watch.evidence import UNKNOWN, Ending, Frame, GroupOperation, GroupProgress, SourceLine
+from holdfast._watch.marks import Marks
 from holdfast._watch.names import group_name
 from holdfast._watch.own_words import OwnWords
 
@@ -40,8 +41,13 @@ def _places(block: bytes, end: int) -> Iterator[int]:
             at = block.find(key, at + len(key), end)
 
 
-def lines_that_tell(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the bytes of each line that has one of the keywords, in bounded memory."""
+def lines_that_tell(
+    file: BinaryIO, look: Callable[[bytes], None] | None = None
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and the bytes of each line that has one of the keywords, in bounded memory.
+
+    look: called with each block of whole lines, before these are yielded.
+    """
     number, rest, owed, width = 1, b"", 0, None
     while True:
         read = file.read(BLOCK)
@@ -54,6 +60,8 @@ def lines_that_tell(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         rest = block[whole:]
         if width:
             block = form.unbroken(block[:whole], width)
+        if look is not None:
+            look(block[:whole])
         places, at, counted = iter(sorted(_places(block, whole))), 0, 0
         place = next(places, whole + 1)
         while True:
@@ -96,6 +104,7 @@ class LogReader:
         """rank: the rank of this log; None if it may contain several."""
         self._to, self._name, self._own = collector, name, rank
         self._own_words = OwnWords(collector)
+        self._marks = Marks()
         self._frames: dict[str, Frame | None] = {}
         """The last frame of each open traceback, by stream."""
         self._chained: set[str] = set()
@@ -115,8 +124,9 @@ class LogReader:
         """By communicator and rank in it: the global rank, while the communicator opens."""
 
     def read(self, file: BinaryIO) -> None:
-        for number, raw in lines_that_tell(file):
+        for number, raw in lines_that_tell(file, self._marks.look):
             line = form.without_prefix(raw)
+            line = line._replace(rank=self._marks.rank(line))
             source = SourceLine(self._name, number)
             self._to.hidden += line.repeated
             rank = line.rank if line.rank is not None else self._own
@@ -131,6 +141,7 @@ class LogReader:
             if form.OVER.search(text) is not None:
                 self._to.once("ended", text, source, self._name)
             known = not self._is_of_this_hang(text) or self._watchdog(text, rank, source)
+            known = known or self._aborts(text, rank, source)
             known = known or self._nccl(text, source) or self._by_itself(text, source)
             if not known or text.startswith("RuntimeError"):
                 self._python(line, rank, source)
@@ -185,6 +196,18 @@ class LogReader:
             cause = "ECC" in error[1] or "illegal" in error[1]
             self._to.note_ending(rank, Ending(error[1], source, is_cause=cause))
         return found is not None or "Watchdog caught" in text
+
+    # -- gloo, and any code in C++ ----------------------------------------------------------------------
+
+    def _aborts(self, text: str, rank: int | None, source: SourceLine) -> bool:
+        if (size := form.UNEXPECTED_SIZE.search(text)) is not None:
+            self._to.remark("size", text, source, "" if rank is None else str(rank), size[1], size[2])
+        elif form.TERMINATED.match(text):
+            # What was thrown, and whether it follows from another rank's end, is in the next line, if at all.
+            self._to.note_ending(rank, Ending(text[:300], source, is_cause=False))
+        else:
+            return False
+        return True
 
     # -- NCCL -------------------------------------------------------------------------------------------
 
@@ -252,7 +275,7 @@ class LogReader:
         return True
 
     def _python(self, line: form.Prefixed, rank: int | None, source: SourceLine) -> None:
-        """Read the tracebacks of errors that end a rank."""
+        """Read the tracebacks of errors. Those that nobody has caught end a rank."""
         stream, text = line.stream, line.text
         if "Traceback (most recent" in text:
             if len(self._frames) < RANKS:
@@ -263,12 +286,12 @@ class LogReader:
             if stream in self._frames:
                 self._frames[stream] = call
         elif (error := form.RAISED.match(text)) is not None:
-            inside = stream in self._frames
-            if not inside and not (line.is_marked and form.NAME_OF_ERROR.search(error[1])):
+            inside, fatal = stream in self._frames, self._marks.is_fatal(line)
+            if not inside and not (fatal and form.NAME_OF_ERROR.search(error[1])):
                 return
             raised_at = self._frames.pop(stream, None)
             follows = form.CONSEQUENCE.search(text) is not None or stream in self._chained
-            ending = Ending(text[:300], source, is_cause=not follows, is_fatal=line.is_marked, call=raised_at)
+            ending = Ending(text[:300], source, is_cause=not follows, is_fatal=fatal, call=raised_at)
             if follows and len(self._chained) < RANKS:
                 self._chained.add(stream)
             self._to.note_ending(rank, ending)

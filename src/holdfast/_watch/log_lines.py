@@ -26,8 +26,15 @@ KEYS = (
     *(b"srun: error", b"CANCELLED AT", b"Job step aborted", b"oom_kill", b"oom-kill"),
     *(b"Detected mismatch", b"Invalidate trace cache", b"destroy_process_group()", b"waitForInput"),
     *(b"orld size", b"orld_size", b"orld-size", b"ORLD_SIZE", b"ORLD SIZE", b"ORLD-SIZE", b"orld Size"),
-    *(b" has waited ", b" came after ", b"of the last roll call", b" while rank ", b"not in that collective"),
-    *(b"message store has not answered", b"ProcessGroupGloo"),
+    *(
+        b" has waited ",
+        b" came after ",
+        b"of the last roll call",
+        b" while rank ",
+        b" failed after ",
+        b"not in that collective",
+    ),
+    *(b"message store has not answered", b"ProcessGroupGloo", b"op.preamble.length", b"terminate called"),
 )
 """Keywords: a line with none of these, nor any of a known case, is skipped."""
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
@@ -47,8 +54,11 @@ _LOGGER = re.compile(
     r"^(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]{8} \[[\w./]+:\d+\] ?|"  # vLLM
     r"^\[\d{4}-\d\d-\d\d [\d:]{8}((?: [A-Z]+\d+)*)\] "  # SGLang
 )
-_RANK = re.compile(r"\[rank(\d{1,6})\[?\]:? ?")
-_DEFAULT = re.compile(r"\[default(\d{1,4})\]: ?")
+# One space belongs to a prefix. More are the text's own: Holdfast indents the lines of a message by two.
+_RANK = re.compile(r"\[rank(\d{1,6})\[?\]:?(?: (?! ))?")
+_AGAIN = re.compile(rf" ?{_RANK.pattern}")
+_ROLE = re.compile(r"\[(default\d{1,4})\]:(?: (?! ))?|^\[(?!rank\d)([\w-]{0,40}?\d{1,6})\]:(?=\S|  )")
+"""Prefix of torchrun (`--tee`), with the name of the role, and of its template `[${rank}]:`."""
 _SRUN = re.compile(r"^\s*\d{1,6}: ")
 
 
@@ -88,10 +98,12 @@ class Prefixed(NamedTuple):
     """Lines with the same value come from one process."""
     repeated: int
     """Number of repetitions of this line that Ray has suppressed."""
-    is_marked: bool
-    """Has it the prefix `[rank5]:`? If it is a Python error, that means an uncaught one."""
+    mark: str
+    """The prefix `[rank5]: ` as it stands there; "" if it has none. Who has written it, see `Marks`."""
     is_of_a_host: bool
     """Has it torchrun's prefix (`[default0]:`), which marks the log of a whole host?"""
+    is_marked_inside: bool
+    """Is `[rank5]:` behind a prefix of torchrun's, so that torch has written it?"""
 
 
 def without_prefix(raw: bytes) -> Prefixed:
@@ -106,19 +118,23 @@ def without_prefix(raw: bytes) -> Prefixed:
         place, text = "".join(forwarded.groups("")), text[forwarded.end() :]
     if (ray := _RAY.search(text, 0, 200)) is not None:
         stream, text = f"{ray[3]}/{ray[2]}", text[ray.end() :]
-    if (local := _DEFAULT.search(text, 0, 80)) is not None:
-        stream, text = f"default{local[1]}", text[local.end() :]
+    if (local := _ROLE.search(text, 0, 80)) is not None:
+        stream, text = local[1] or local[2], text[local.end() :]
     if (inner := _RAY.match(text)) is not None:  # an engine in an actor
         stream, text = f"{stream}/{inner[2]}", text[inner.end() :]
     if (logger := _LOGGER.match(text)) is not None:
         stream, text = stream or logger[1] or "", text[logger.end() :]
-    marked = _RANK.search(text, 0, 120)
+    marked, inside = _RANK.search(text, 0, 120), local is not None
     if marked is not None:
+        # torchrun's prefix for a role of the name "rank" has the rank on the host; torch's own is behind it.
+        while (again := _AGAIN.match(text, marked.end())) is not None:
+            marked, inside = again, True
         rank, stream, text = int(marked[1]), f"rank{marked[1]}", text[marked.end() :]
     elif (task := _SRUN.match(text)) is not None:
         stream, text = stream or task[0], text[task.end() :]
     times = int(repeated[1]) if repeated else 0
-    return Prefixed(text, rank, place + stream, times, marked is not None, local is not None)
+    mark = marked[0] if marked is not None else ""
+    return Prefixed(text, rank, place + stream, times, mark, local is not None, bool(mark) and inside)
 
 
 def _line_of_json(text: str) -> str:
@@ -161,6 +177,10 @@ FINGERPRINT = re.compile(
     r"(?:, TensorShape=\[([^\]]*)\])?.*?Rank (\d+) is running collective: CollectiveFingerPrint\("
     r"(?:SequenceNumber=(\d+))?,? ?OpType=(\w+)(?:, TensorShape=\[([^\]]*)\])?"
 )
+UNEXPECTED_SIZE = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs\.? (\d+)")
+"""gloo has got a message that is longer than what it waits for under that number."""
+TERMINATED = re.compile(r"^terminate called (?:after throwing an instance of '[^']*'|without an active exc)")
+"""An error in C++ that nobody has caught: the process aborts."""
 NCCL = re.compile(
     r"(?<![\w.-])(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[\d+\] (?:\S+:\d+ )?"
     r"NCCL (?P<kind>INFO|WARN) (?P<text>.*)"
@@ -200,6 +220,7 @@ CONSEQUENCE = re.compile(
     r"Broken pipe|"
     r"[Tt]ime[d ]*[Oo]ut|ChildFailedError|SignalException|KeyboardInterrupt|SystemExit|Actor\w*Error|"
     r"WorkerCrashedError|RankFailed|DeadlineExceeded|ncclRemoteError|(?i:nccl error)|monitoredBarrier|"
-    r"Detected mismatch between collectives|EngineDeadError|RayTaskError|killed by signal: Terminated"
+    r"Detected mismatch between collectives|op\.preamble\.length|EngineDeadError|RayTaskError|"
+    r"killed by signal: Terminated"
 )
 """Errors that follow from the failure or absence of a peer."""

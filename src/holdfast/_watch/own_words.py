@@ -4,6 +4,7 @@ call of Holdfast, and the ranks that were absent from a collective of a session.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,8 +17,9 @@ from holdfast.errors import BadInput
 
 LONGEST = 400
 """Maximum number of characters that are shown of a line."""
-_CALL = re.compile(r"Roll call of \d+ of (\d+) ranks, because ")
-_OVER = re.compile(r"of the last roll call is over")
+_CALL = re.compile(r"Roll call of (\d+) of (\d+) ranks, because ")
+_SILENT = re.compile(r"(ranks? \d[\d, -]*): no answer\.")
+_OVER = re.compile(r"of the last roll call (?:is over|(has ended)\b)")
 _CAME = re.compile(r"rank (\d{1,6})(?=[^:]* came after \d+ s)")
 _LIST = r"ranks? \d[\d, -]*"
 _PLACE = re.compile(rf"({_LIST}?): (.*)")
@@ -33,11 +35,23 @@ _GAVE_UP = re.compile(
     r"failed after [\d.]+ s, because (?P<why>the deadline passed|a rank was given up) while "
     rf"rank (?P<by>\d{{1,6}}) waited {_FOR}"
 )
+_ITS_HEAD_ENDED = re.compile(r" failed after [\d.]+ s: (?P<infos>rank \d.*)")
+"""The error after the end of the rank that decides a call (`Call._on_gone`)."""
 _NOT_IN = re.compile(r"not in that collective: (?P<infos>rank \d.*)")
 _FIRST = re.compile(r"The session ended because rank (\d{1,6}) ")
 _INFO = re.compile(r"(?:^|; )rank (\d{1,6})(?: \(host [^()]*\)|, which has not been heard of)")
 _SEEN = re.compile(r"^, last seen in phase '.*?'(?: [\d.]+ s ago)?")
 _MORE = re.compile(r"; and \d+ more$")
+_CIRCLE = re.compile(r"a circle, which nothing can end: (.+?)(?:; its |; thread |$)")
+_STATES = {
+    "ended": re.compile(
+        r"its program has ended|it has destroyed its process group|"
+        r"its process has ended(?! with exit code [^0])"
+    ),
+    "stopped": re.compile(r"it is stopped by a "),
+    "unreachable": re.compile(r"its host has not answered for \d+ s"),
+}
+"""By the cause that they prove: states of a rank, as its kernel, its neighbours or itself have told them."""
 
 
 class OwnWords:
@@ -58,13 +72,13 @@ class OwnWords:
         follows = line.stream == self._stream and text.startswith("  ")
         if (call := _CALL.search(text)) is not None:
             self._stream, self._call = line.stream, []
-            self._to.note_world(int(call[1]) if len(call[1]) < 7 else 0)
+            self._to.note_world(int(call[2]) if len(call[2]) < 7 else 0)
         elif line.stream == self._stream and not follows:
             self._stream = None
         if call is not None or follows:
             self._call.append((text.strip(), source))
             self._to.own = of_roll_call(self._call)
-        elif is_own or " while rank " in text or "not in that collective" in text:
+        elif is_own or any(part in text for part in (" while rank ", " failed after ", "not in that coll")):
             self._wait(line, source)
         if is_own or follows:
             self._to.remark("told", text.strip(), source)
@@ -78,6 +92,8 @@ class OwnWords:
         elif (wait := _GAVE_UP.search(text)) is not None:
             after = f" to {wait['what']}, until {wait['why']}"
             self._note(wait, source, (f"rank {wait['by']} waited for ", after), (int(wait["by"]),))
+        elif (wait := _ITS_HEAD_ENDED.search(text)) is not None:
+            self._note(wait, source, ("a call of Holdfast has failed, as it needs ", ""))
         elif (wait := _NOT_IN.search(text)) is not None:
             first = _FIRST.search(text)
             whose = int(first[1]) if first is not None else line.rank
@@ -87,10 +103,11 @@ class OwnWords:
             absent = tuple(rank for rank in own.absent if rank not in set(map(int, came)))
             late = f"{own.summary}; {listed(own.absent)}, but {listed(absent)}, came later"
             facts = tuple(fact for fact in own.facts if fact[0][0] in absent)
-            later = msgspec.structs.replace(own, summary=late, absent=absent, facts=facts)
+            cause = _cause(absent, facts)
+            later = msgspec.structs.replace(own, summary=late, absent=absent, facts=facts, cause=cause)
             self._to.own = later if absent else None
-        elif own is not None and not own.is_wait and _OVER.search(text) is not None:
-            self._to.own = None
+        elif own is not None and not own.is_wait and (over := _OVER.search(text)) is not None:
+            self._to.own = msgspec.structs.replace(own, may_be_over=True) if over[1] else None
 
     def _note(
         self,
@@ -124,8 +141,29 @@ class OwnWords:
             is_whole=shown == infos,
             is_wait=True,
             facts=tuple(facts),
+            cause=_cause(absent, facts, f"{around[0]}{listed(absent)}{around[1]}")
+            if shown == infos
+            else None,
             lines=((wait[0][:LONGEST], source),),
         )
+
+
+def _cause(
+    absent: Sequence[int], facts: Sequence[tuple[tuple[int, ...], str]], wait: str = ""
+) -> tuple[str, str] | None:
+    """Return the cause that the facts about all ranks of a wait prove; None if they prove none.
+
+    wait: the wait for them, which closes a circle.
+    """
+    circle = next((found for _, fact in facts if (found := _CIRCLE.match(fact)) is not None), None)
+    if circle is not None:
+        return "cycle", "; ".join(filter(None, (circle[1], wait)))
+    for kind, state in _STATES.items():
+        parts = [(ranks[0], part) for ranks, fact in facts for part in fact.split("; ")]
+        proven = {rank: part for rank, part in parts if state.match(part)}
+        if absent and proven.keys() == set(absent):
+            return kind, f"{listed(absent)}: {proven[absent[0]]}"
+    return None
 
 
 def of_roll_call(lines: list[tuple[str, SourceLine]]) -> OwnVerdict:
@@ -146,7 +184,18 @@ def of_roll_call(lines: list[tuple[str, SourceLine]]) -> OwnVerdict:
         cause=(cause[1], cause[2]) if cause is not None else None,
         lines=tuple(lines),
         folder=folder,
+        heard_of=_heard_of([text for text, _ in lines]),
     )
+
+
+def _heard_of(said: list[str]) -> tuple[int, ...]:
+    """Return the ranks that have answered a roll call; none as long as its lines don't tell which."""
+    call = _CALL.search(said[0])
+    if call is None or max(len(call[1]), len(call[2])) > 6 or int(call[2]) > RANKS:
+        return ()
+    silent = {rank for text in said if (found := _SILENT.match(text)) for rank in _ranks(found[1])}
+    heard = tuple(rank for rank in range(int(call[2])) if rank not in silent)
+    return heard if len(heard) == int(call[1]) else ()
 
 
 def _ranks(text: str) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ def _does(one: Position) -> str:
 def known_of(evidence: Evidence, ranks: Iterable[int]) -> tuple[RankPlace, ...]:
     """Format the facts about these ranks; ranks with the same facts become one place."""
     found: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    nothing = "it has no line" if evidence.has_only_logs() else "it has not answered"
+    nothing = "no line of it tells anything" if evidence.has_only_logs() else "it has not answered"
     for number in ranks:
         rank = evidence.ranks.get(number)
         found[tuple(_facts(rank)) if rank is not None else (nothing,)].append(number)
@@ -53,6 +53,7 @@ _PLURAL = {
     "has": "have",
     "uses": "use",
     "it has": "they have",
+    "no line of it tells": "no line of them tells",
     "its stacks": "their stacks",
 }
 _VERB = re.compile(rf"^(?:{'|'.join(_PLURAL)})(?!\w)")

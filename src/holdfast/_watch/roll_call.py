@@ -55,33 +55,37 @@ class PendingCollectives:
     """Tracks for how long each group has waited in one collective, by the flight recorder."""
 
     def __init__(self) -> None:
-        self._since: dict[tuple[int, str], tuple[int, float]] = {}
+        self._since: dict[tuple[int, str], tuple[int, float, float]] = {}
+        """By group: the last completed number, and between which two looks the wait has begun."""
         self._limits: dict[tuple[int, str], float] = {}
         self._read_at: dict[tuple[int, str], int] = {}
         """By group: the last completed number at which all entries of the record were read."""
         self._told: set[tuple[int, str, int]] = set()
-        self._found: tuple[tuple[int, str], int, float, float] | None = None
-        """The wait that `too_long` has found: group, last completed number, start, timeout."""
-        self._missed: tuple[tuple[int, str], int, float, float] | None = None
+        self._found: tuple[tuple[int, str], int, float, float, float] | None = None
+        """The wait that `too_long` has found: group, last completed number, start at the earliest and at the
+        latest, timeout."""
+        self._missed: tuple[tuple[int, str], int, float, float, float] | None = None
         """The wait for which this rank called."""
-        self._looked = time.monotonic()
+        self._looked = self._read = time.monotonic()
 
     def too_long(self) -> tuple[float, float] | None:
         """Return the seconds that a collective has taken, and its group's timeout, if that is too long and
         not reported yet."""
-        self._found, now = None, time.monotonic()
+        self._found, before, now = None, self._read, time.monotonic()
+        self._read = now
         for key, enqueued, done in _statuses():
             if enqueued <= done:
                 self._since.pop(key, None)
                 continue
-            if self._since.get(key, (None, 0.0))[0] != done:
-                self._since[key] = done, now
-            waited = now - self._since[key][1]
+            if self._since.get(key, (None,))[0] != done:
+                self._since[key] = done, before, now
+            _, earliest, since = self._since[key]
+            waited = now - since
             if waited < NOTICED or (*key, done) in self._told:
                 continue
             limit = self._limit(key, done)
             if limit is not None and waited >= SHARE * limit:
-                self._found = key, done, now - waited, limit
+                self._found = key, done, earliest, since, limit
                 return waited, limit
         return None
 
@@ -96,14 +100,14 @@ class PendingCollectives:
         self._looked = now
         if self._missed is None:
             return None
-        missed, before, since, limit = self._missed
+        missed, before, earliest, since, limit = self._missed
         if not any(key == missed and done > before for key, _, done in _statuses()):
             return None
         self._missed = None
         if last - since >= limit:
             return now - since, "has failed by its timeout"
-        in_time = now - since + (now - last) < limit
-        return now - since, "is over" if in_time else "has ended, or failed by its timeout"
+        in_time = now - earliest < limit
+        return now - since, "is over" if in_time else "has ended (whether by its timeout is not known)"
 
     def tell(self) -> None:
         """Mark all pending collectives as reported."""

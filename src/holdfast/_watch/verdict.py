@@ -55,7 +55,7 @@ MEANS = {
     "died": "a rank has raised an error or was ended, before any timeout",
     "ended": "the program or process of a rank has ended, without a known error, while others wait",
     "mismatch": "ranks have issued other operations, sizes, types or sources under one number of a group",
-    "cycle": "ranks wait for each other across groups: in other orders, or with one operation more or less",
+    "cycle": "ranks wait for each other across groups or calls: in other orders, or with one more or less",
     "unreachable": "the host of a rank does not answer any more: it is down, or cut off",
     "stopped": "the process of a rank is stopped, by a signal or a debugger",
 }

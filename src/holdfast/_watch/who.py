@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
-from holdfast._watch.evidence import UNKNOWN, Ending, Evidence, Rank
+from holdfast._watch.evidence import GLOO_TIMEOUT, UNKNOWN, Ending, Evidence, Rank
 from holdfast._watch.places import known_of
 from holdfast._watch.positions import Position, is_held, may_be_at_its_gpu, positions_of
 from holdfast._watch.verdict import Observation, RankPlace, Who, listed
@@ -27,7 +27,7 @@ def who_waits(evidence: Evidence, waits: Waits) -> Who | None:
 
 def _by_holdfast(evidence: Evidence) -> Iterator[Who]:
     """Rule: Holdfast has written to a log who waits for whom. It had all stacks, so only stacks tell more."""
-    own = evidence.own
+    own = evidence.latest_own()
     if own is not None and own.summary and evidence.has_only_logs():
         yield Who(
             own.summary,
@@ -263,7 +263,6 @@ def _by_log(evidence: Evidence) -> Iterator[Who]:
         )
 
 
-_GLOO = re.compile(r"Timed out waiting \d+ms for (?:recv|send) operation to complete")
 _PEER_LOST = re.compile("Connection (?:closed|reset) by peer")
 
 
@@ -272,7 +271,7 @@ def _by_gloo(evidence: Evidence) -> Iterator[Who]:
     that did not."""
     found: dict[int, Ending] = {}
     for rank, ending in evidence.endings():
-        if ending.is_fatal and _GLOO.search(ending.what):
+        if ending.is_fatal and GLOO_TIMEOUT.search(ending.what):
             found.setdefault(rank, ending)
     calls = {one.call for one in found.values()}
     # A rank that has lost its peer was in a collective, too, perhaps in the same.

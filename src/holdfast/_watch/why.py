@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from holdfast._watch.evidence import CUT_OFF, UNKNOWN, Ending, Evidence, GroupOperation, Rank
+from holdfast._watch.evidence import CUT_OFF, GLOO_TIMEOUT, UNKNOWN, Ending, Evidence, GroupOperation, Rank
 from holdfast._watch.names import SAME_SIZES, WAITS_FOR_ALL, plain
 from holdfast._watch.positions import has_ended, is_in_its_program, positions_of
 from holdfast._watch.verdict import Observation, Why, listed
@@ -25,6 +25,7 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
     yield from _died(evidence, absent)
     yield from _held(evidence, absent)
     yield from _fingerprints(evidence)
+    yield from _sizes(evidence)
     yield from _mismatch(evidence, waits.table)
     yield from _desynchronized(evidence, waits.table)
     if not absent:
@@ -37,20 +38,27 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
 
 def _by_holdfast(evidence: Evidence) -> Iterator[Why]:
     """Rule: a roll call in a log has proven it."""
-    own = evidence.own
+    own = evidence.latest_own()
     if own is not None and own.cause is not None and evidence.has_only_logs():
+        failed = {rank for rank, one in evidence.endings() if one.is_fatal and not one.is_clean}
+        if own.is_wait and own.cause[0] == "ended" and not failed.isdisjoint(own.absent):
+            return  # its error is known
         yield Why(*own.cause, seen=tuple(Observation(text, source) for text, source in own.lines[:8]))
 
 
 def _died(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
-    """Rule: a rank raised an error or was killed before the first timeout, and had no timeout itself."""
+    """Rule: a rank raised an error or was killed before the first timeout, and had no timeout itself.
+
+    A traceback in a log proves no death if nobody knows whether the error was caught: a program may print one
+    and go on, or end a thread by it.
+    """
     first_timeout = evidence.first_timeouts()
     found: list[tuple[int, Ending]] = []
     for rank, ending in evidence.endings():
         seen, (file, line) = evidence.ranks[rank], ending.source
-        goes_on = seen.last is not None and seen.last.file == file and seen.last.line > line
-        known = ending.is_cause and not ending.is_clean and (ending.is_fatal or not goes_on)
-        if known and line <= first_timeout.get(file, line) and not seen.timeouts:
+        lived = seen.timeouts or any(one.is_fatal and GLOO_TIMEOUT.search(one.what) for one in seen.endings)
+        known = ending.is_cause and not ending.is_clean and ending.is_fatal
+        if known and line <= first_timeout.get(file, line) and not lived:
             found.append((rank, ending))
     # Other ranks may be waiting for a live rank instead of this one.
     if not found or (absent and not any(rank in absent for rank, _ in found)):
@@ -119,6 +127,19 @@ def _fingerprints(evidence: Evidence) -> Iterator[Why]:
             "mismatch",
             f"rank {rank} calls {name} of [{shape}] as number {number or '?'}, and rank {other} {other_name} "
             f"of [{other_shape}] as number {other_number or '?'}",
+            seen=(Observation(remark.text[:200], remark.source),),
+        )
+
+
+def _sizes(evidence: Evidence) -> Iterator[Why]:
+    """Rule: gloo has got more bytes under one number than the operation there can receive."""
+    for remark in evidence.of("size")[:1]:
+        rank, got, room = remark.values
+        whose = f"rank {rank}" if rank else "a rank"
+        yield Why(
+            "mismatch",
+            f"{whose} has received {got} bytes in gloo for an operation that can receive {room}: another "
+            "rank has issued another operation, or one of another size",
             seen=(Observation(remark.text[:200], remark.source),),
         )
 

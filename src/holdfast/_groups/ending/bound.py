@@ -92,8 +92,8 @@ class _Bound:
             self._is_told = True
             ends = f"is ended after {self.seconds:g} s (after_end)" if self.seconds else "is not ended"
             _say(
-                f"{self.who}: its main thread has ended, and its process has done nothing for "
-                f"{now - self._since:.0f} s; {'; '.join(_holders())}. It {ends}.\n"
+                f"{self.who}: its main thread has come to the end of the program, and its process has done "
+                f"nothing for {now - self._since:.0f} s; {'; '.join(_holders())}. It {ends}.\n"
             )
 
     def close(self) -> None:
@@ -125,8 +125,8 @@ class _Bound:
     def _end(self, seconds: float) -> None:
         _say(
             f"{self.who} ends with exit code {EXIT_LATE}: its process was still there {seconds:g} s "
-            f"after its end, and did nothing; {'; '.join(_holders())}. If it waits for something that comes, "
-            "give a longer after_end, or after_end=None.\n"
+            f"after the end of its program, and did nothing; {'; '.join(_holders())}. If it waits for "
+            "something that comes, give a longer after_end, or after_end=None.\n"
         )
         _kill_children()
         os._exit(EXIT_LATE)

@@ -70,7 +70,7 @@ def _not_heard(found: Diagnosis) -> str:
     if found.world_size is None:
         return "; how many ranks there are is not known"
     is_partial = len(found.heard_of) < found.world_size
-    return "; no lines of the others" if is_partial else "; lines of them are left out"
+    return "; no line of the others tells anything" if is_partial else "; lines of them are left out"
 
 
 def _observations(seen: tuple[Observation, ...]) -> None:
