@@ -407,7 +407,9 @@ def test_a_rank_that_holds_its_gil_and_runs_is_looked_at_by_py_spy(
 def test_an_answer_from_before_the_end_of_a_collective_says_nothing_of_the_next() -> None:
     """A rank that was stopped answers once the others have gone on: it completes their collective by that."""
     here, group = SourceLine("roll call"), "0:default_pg"
-    waits = (Stack("MainThread", (Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3000),), here),)
+    waits = (
+        Stack("MainThread", (Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3000),), here),
+    )
 
     def found(rank: int, *operations: tuple[int, str]) -> Rank:
         made = (GroupOperation(group, number, "all_reduce", state, here) for number, state in operations)

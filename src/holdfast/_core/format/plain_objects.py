@@ -138,11 +138,6 @@ UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionErro
 """Errors of decoding invalid JSON values; ArithmeticError: a number is too large for a float."""
 
 
-def without_classes(data: bytes) -> object:
-    """Decode a plain value, with a `Record` for each value of a user class, for comparison or display."""
-    return PlainDecoder().read(json.loads(data[1:]))
-
-
 class _Members:
     """A set for display, in the order of its encoding: that of a set differs between processes."""
 
@@ -157,6 +152,8 @@ class _Members:
 
 
 class _ForDisplay(PlainDecoder):
+    """With a `Record` for each value of a user class."""
+
     def _tagged(self, tag: str, content: Json, of: Json) -> object:
         if tag in ("set", "frozenset"):
             return _Members(tag, self.keys(content))
