@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -9,14 +10,20 @@ import time
 import weakref
 from pathlib import Path
 
+import msgspec
 import torch
 
 import holdfast
 from holdfast._core.roster import memory
-from holdfast._watch.evidence import OPERATION, Stack
-from holdfast._watch.own_stacks import stacks_here
+from holdfast._core.roster.beacon import beacon_of
+from holdfast._watch.collector import Collector
+from holdfast._watch.diagnose import diagnose
+from holdfast._watch.dumps import read_roll_call
+from holdfast._watch.evidence import OPERATION, Frame, GroupOperation, Rank, SourceLine, Stack
+from holdfast._watch.own_stacks import OwnEvidence, stacks_here
 from holdfast._watch.positions import position_among
 from holdfast.testing import Board, MemoryRoster
+from tests.support.waiting import wait_until
 
 
 def looked_at(seen: list[Stack]) -> None:
@@ -40,6 +47,42 @@ def test_tensors_of_a_function_are_freed_when_it_deletes_them() -> None:
     seen: list[Stack] = []
     assert frees_its_batch(seen)
     assert any(call.function == "frees_its_batch" for call in seen[0].calls)
+
+
+def test_a_save_that_waits_for_a_rank_in_a_collective_closes_a_circle(tmp_path: Path) -> None:
+    """As the answers of the ranks to a roll call tell it."""
+    board, answers = Board(), list[tuple[Rank, dict[str, tuple[int, ...]]]]()
+    roster = MemoryRoster(0, 2, board)
+    beacon = beacon_of(roster)
+
+    def save(mine: MemoryRoster) -> None:
+        holdfast.save({"w": torch.ones(3)}, tmp_path / "a", job=holdfast.Job(roster=mine, timeout=60))
+
+    def answer_and_come() -> None:
+        wait_until(lambda: any(one.waiting_for for one in beacon.operations))
+        look = OwnEvidence(0, beacon.operations)
+        answers.append((look.again(beacon.operations, look.found.stacks), look.members))
+        save(MemoryRoster(1, 2, board))
+
+    other = threading.Thread(target=answer_and_come)
+    other.start()
+    save(roster)
+    other.join()
+    here, group = SourceLine("roll call"), "0:default_pg"
+    call = GroupOperation(group, 7, "all_reduce", "started", here)
+    blocked = (Stack("MainThread", (Frame("all_reduce", "torch/distributed/distributed_c10d.py", 9),), here),)
+    late = Rank(1, (call,), stacks=blocked, later=blocked, busy=0.0)
+    before = msgspec.structs.replace(call, number=6, state="completed")
+    (first, members) = answers[0]
+    first = msgspec.structs.replace(first, operations=(*first.operations, before))
+    collector = Collector()
+    for one in (first, late):
+        told = {"roll_call": one, "members": {group: [0, 1], **members}, "world_size": 2, "by": 0}
+        read_roll_call(json.loads(msgspec.json.encode(told)), collector, f"rank-{one.rank}")
+    found = diagnose(collector.evidence())
+    assert found.why is not None
+    assert found.why.kind == "cycle"
+    assert f"rank 0 waits in save of {tmp_path / 'a'}, rank 1 waits in all_reduce #7 of" in found.why.summary
 
 
 def test_a_save_that_waits_for_a_rank_is_known_to_wait(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ class SourceLine(NamedTuple):
 
 
 ROLL_CALL = SourceLine("roll call")
+OURS = "holdfast "
+"""Begins the group of a call of Holdfast (`own_stacks`)."""
 """The source of a rank's own answer."""
 
 
@@ -108,8 +110,13 @@ class GroupOperation(msgspec.Struct, frozen=True):
         return self.state != "completed"
 
     @property
+    def is_ours(self) -> bool:
+        """Whether it is a call of Holdfast, whose name says all."""
+        return self.group.startswith(OURS)
+
+    @property
     def label(self) -> str:
-        return self.name if self.number == UNKNOWN else f"{self.name} #{self.number}"
+        return self.name if self.number == UNKNOWN or self.is_ours else f"{self.name} #{self.number}"
 
     @property
     def kind(self) -> str:

@@ -20,7 +20,17 @@ from holdfast._core.roster.process import activity, memory_stall
 from holdfast._core.torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import MOST_CALLS, operations_of, progress_of
-from holdfast._watch.evidence import AT_EXIT, OPERATION, ROLL_CALL, Ending, Frame, GroupOperation, Rank, Stack
+from holdfast._watch.evidence import (
+    AT_EXIT,
+    OPERATION,
+    OURS,
+    ROLL_CALL,
+    Ending,
+    Frame,
+    GroupOperation,
+    Rank,
+    Stack,
+)
 from holdfast._watch.log_lines import CONSEQUENCE
 from holdfast._watch.names import group_name
 from holdfast._watch.shared_call import is_own
@@ -29,8 +39,6 @@ _OPENS = "_new_process_group_helper"
 """torch's function that creates a process group."""
 _OF_A_PEER = {"send", "recv", "broadcast"}
 """torch's functions that wait for one rank."""
-_OURS = "holdfast "
-"""Prefix of the group names of Holdfast's own waits."""
 
 
 def stacks_here() -> tuple[Stack, ...]:
@@ -141,7 +149,7 @@ class OwnEvidence:
         waits = {(one.group, one.number) for one in map(_operation, presences) if one is not None}
 
         def is_over(one: GroupOperation) -> bool:
-            if one.group.startswith(_OURS):
+            if one.is_ours:
                 return (one.group, one.number) not in waits
             is_done = one.group in progress and one.number <= progress[one.group].completed
             return is_done and not self._has_failed(one, passed)
@@ -172,8 +180,8 @@ def _raised() -> tuple[Ending, ...]:
 
 def _operation(presence: Presence) -> GroupOperation | None:
     """Return one of Holdfast's own waits as an operation of a group; None if it waits for no rank."""
-    # A key is `<kind>/<signature>/<generation>.<number>` (`rendezvous.History.begin`).
-    group, _, number = presence.operation.rpartition(".")
+    # A key is `<kind>/<signature>/<generation>.<number>/<attempt>` (`rendezvous.meet`).
+    group, _, number = presence.operation.rpartition("/")[0].rpartition(".")
     if not presence.waiting_for or not number.isdecimal():
         return None
-    return GroupOperation(f"{_OURS}{group}", int(number) + 1, presence.title, "started", ROLL_CALL)
+    return GroupOperation(f"{OURS}{group}", int(number) + 1, presence.title, "started", ROLL_CALL)

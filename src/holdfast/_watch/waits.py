@@ -59,6 +59,12 @@ class Wait(NamedTuple):
         return self.thread[0]
 
     @property
+    def place(self) -> str:
+        """The operation, and the group in which it is."""
+        group = f" of group {self.group}" if self.group and not self.operation.is_ours else ""
+        return f"{self.operation.label}{group}"
+
+    @property
     def key(self) -> tuple[str, int]:
         """The operation's group and number: equal for all threads that wait in it."""
         own = -2 - self.rank  # a message has no sequence number common to its two ranks

@@ -54,8 +54,7 @@ def _by_counts(evidence: Evidence, waits: Waits) -> Iterator[Who]:
     same = [wait for wait in waits.of.values() if wait.key == first.key]
     here = {wait.rank for wait in same}
     seconds = max((wait.operation.seconds for wait in same if wait.operation.seconds), default=None)
-    text = f"{listed(here)} {_do(here, 'waits')} in {first.operation.label}"
-    text += f" of group {first.group}" if first.group else ""
+    text = f"{listed(here)} {_do(here, 'waits')} in {first.place}"
     text += f" for {seconds:.0f} s" if seconds else ""
     away = absent & first.absent
     if away and away == absent - evidence.ranks.keys():

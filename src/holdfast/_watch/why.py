@@ -264,11 +264,7 @@ def _cycle(waits: Waits) -> Iterator[Why]:
     few = {wait.rank for wait in circle} if between_two else few
     waiting = {wait.rank for wait in waits.of.values()}
     clear = between_two or (len(sides) == 2 and 2 * len(few) < len(waiting))
-    parts = [
-        f"rank {wait.rank} waits in {wait.operation.label}"
-        + (f" of group {wait.group}" if wait.group else "")
-        for wait in circle[:6]
-    ]
+    parts = [f"rank {wait.rank} waits in {wait.place}" for wait in circle[:6]]
     yield Why(
         "cycle",
         f"{', '.join(parts)}; each for the next, and the last for the first",
