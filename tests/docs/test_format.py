@@ -310,8 +310,8 @@ def test_numbers_on_the_page() -> None:
 def test_the_embedded_index_is_an_index(page: Space, saved: str, tmp_path: Path) -> None:
     reader, witnesses = page["Reader"](saved), 0
     about = {"step", "grid", "notes", "attempt", "ranks"}
-    assert set(json.loads(reader.meta["about"])) == about | {"created", "versions"}
-    for key in (*about, "created", "versions", "rank", "part", "parts"):
+    assert set(json.loads(reader.meta["about"])) == about | {"created", "versions", "metadata_beside"}
+    for key in (*about, "created", "versions", "metadata_beside", "rank", "part", "parts"):
         assert f"`{key}`" in text("docs/format.md")
     shutil.copytree(f"{saved}/data", tmp_path / "data")
     for name in reader.files:

@@ -91,7 +91,7 @@ def test_a_rank_that_is_one_call_behind_is_named_so(tmp_path: Path) -> None:
     assert said.count("this one is number 2") == 1
 
 
-def test_a_rank_that_skipped_a_save_misses_the_others_until_a_call_of_another_kind(tmp_path: Path) -> None:
+def test_a_rank_that_skipped_a_save_misses_the_others(tmp_path: Path) -> None:
     turn = threading.Barrier(2)
 
     def save(roster: MemoryRoster, limit: float | None, step: int | None = None) -> str:

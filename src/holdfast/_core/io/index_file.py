@@ -49,9 +49,10 @@ def embedded_index(reader: Reader, start: int, stop: int, where: str) -> Index:
     )
 
 
-def note_other_metadata(store: Store) -> dict[str, str]:
-    """Return the entry of an index that says which `.metadata` is beside it."""
-    return {_KEY: _identity(store)} if capabilities(store).folders else {}
+def note_other_metadata(store: Store, is_new: bool) -> dict[str, str]:
+    """Return the entry of an index that says which `.metadata` is beside it. is_new: the save has made the
+    folder, so there is none."""
+    return {_KEY: "" if is_new else _identity(store)} if capabilities(store).folders else {}
 
 
 def check_other_metadata(store: Store, about: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from holdfast._core.base.values import Message
 from holdfast._core.format.columns import Columns
 from holdfast._core.format.names import INDEX, METADATA, rank_in_name
-from holdfast._core.io.index_file import open_index
+from holdfast._core.io.index_file import note_other_metadata, open_index
 from holdfast._core.io.removal import Named, named_by_index
 from holdfast._core.layout.patterns import selector
 from holdfast._core.protocol.operation import Operation
@@ -22,7 +22,9 @@ from holdfast._core.store.base import Store, version_of
 from holdfast.errors import BadInput, HoldfastError
 
 
-def begin_commit(request: SaveRequest, operation: Operation, grid: Message | None) -> Commit:
+def begin_commit(
+    request: SaveRequest, operation: Operation, grid: Message | None, makes_folder: bool
+) -> Commit:
     """Return the commit of a save, with the version that it may replace. Called before the ranks write."""
     store, deadline = request.store, request.call.deadline
     wait_for_publishing(store.url, request.title, deadline, operation.cancel.check)
@@ -70,6 +72,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
             "grid": grid,
             "notes": request.notes,
             "attempt": request.label + operation.attempt,
+            **note_other_metadata(store, makes_folder),
         },
         replaced_version=replaced_version,
         expected=None if names is None else list(filter(keep, names)),

@@ -21,7 +21,7 @@ from holdfast._core.format.columns import Columns
 from holdfast._core.format.index_layout import encode
 from holdfast._core.format.names import INDEX, WrittenFile, data_file
 from holdfast._core.io.file_writer import About, Indexes
-from holdfast._core.io.index_file import embedded_index, note_other_metadata, open_index
+from holdfast._core.io.index_file import embedded_index, open_index
 from holdfast._core.io.on_threads import on_threads
 from holdfast._core.io.removal import Named
 from holdfast._core.plan.agreement import check_vanished
@@ -153,7 +153,6 @@ class Commit:
         self._warn_if_stale(columns)
         # Last, so that the time is that of the commit; the index is encoded once and published as it is.
         self.about |= {"created": time.time(), "versions": versions(), "ranks": len(written)}
-        self.about |= note_other_metadata(self.store)
         self.data = encode(columns, self.about, narrow=True)
         self.file_names = columns.file_names
         self.tick()

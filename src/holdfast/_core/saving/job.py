@@ -213,7 +213,7 @@ class SaveJob:
         # While the committer reads the index.
         self._look = look_at_files(self.store, [self._own_name()])
         if self.is_committer:
-            self.commit = begin_commit(self.request, self.operation, self.grid)
+            self.commit = begin_commit(self.request, self.operation, self.grid, self.makes_folder)
 
     def _own_name(self) -> str:
         return data_file(self.attempt, self.rank, 0)
