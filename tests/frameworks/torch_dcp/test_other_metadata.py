@@ -25,7 +25,7 @@ def state(value: float) -> dict[str, torch.Tensor]:
 
 
 def stock_save(value: float, place: Path) -> None:
-    stock.save(state(value), storage_writer=FileSystemWriter(place, overwrite=True), no_dist=True)
+    stock.save(state(value), storage_writer=FileSystemWriter(place, overwrite=True))
 
 
 def loaded(place: Path) -> float:
@@ -39,7 +39,7 @@ def saved(value: float, place: Path) -> None:
 
 
 def saved_with_marker(value: float, place: Path) -> None:
-    dcp.save(state(value), checkpoint_id=place, no_dist=True)
+    dcp.save(state(value), checkpoint_id=place)
 
 
 @pytest.mark.parametrize("save", [saved, saved_with_marker])
@@ -62,7 +62,7 @@ def test_an_index_that_stock_dcp_saved_beside_is_not_loaded(
     with pytest.raises(BadInput, match="holds two checkpoints"):
         holdfast.open(place)
     with pytest.raises(BadInput, match="holds two checkpoints"):
-        dcp.load(state(0.0), checkpoint_id=place, no_dist=True)
+        dcp.load(state(0.0), checkpoint_id=place)
     with pytest.raises(BadInput, match="holds two checkpoints"):
         export_torch_dist(place, tmp_path / "stock")
     found = verify(place)
@@ -81,8 +81,8 @@ def test_an_index_that_stock_dcp_saved_beside_is_not_loaded(
 
 def test_a_save_that_is_passed_on_to_torch_is_loaded_or_an_error(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
-    dcp.save(state(1.0), checkpoint_id=place, no_dist=True)
+    dcp.save(state(1.0), checkpoint_id=place)
     writer = FileSystemWriter(place, single_file_per_rank=False, overwrite=True)
-    dcp.save(state(2.0), storage_writer=writer, no_dist=True)
+    dcp.save(state(2.0), storage_writer=writer)
     with pytest.raises(BadInput, match="holds two checkpoints"):
         loaded(place)
