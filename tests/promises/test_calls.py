@@ -28,7 +28,7 @@ from tests.support.threads import no_more_threads, on_ranks
 from tests.support.waiting import SLACK, wait_until
 from tests.system.jobs import interruptible
 
-SOON = holdfast.Job(participants=range(3), timeout=30.0, stall_timeout=1.0)
+SOON = holdfast.Job(participants=range(3), timeout=60.0, stall_timeout=5.0)
 
 
 # -- a torn checkpoint ---------------------------------------------------------------------
