@@ -19,7 +19,7 @@ import holdfast.dcp as dcp
 from holdfast._core.format.names import INDEX
 from holdfast._core.protocol.call import begin_call
 from holdfast._core.protocol.operation import agree
-from holdfast._core.roster.beacon import BEAT, beacon_of
+from holdfast._core.roster.beacon import beacon_of
 from holdfast._core.roster.memory import Board, MemoryRoster
 from holdfast._core.store.local import LocalReader, LocalStore, LocalWriter
 from holdfast.errors import CommitUnconfirmed, CorruptCheckpoint, HoldfastError, RankFailed
@@ -123,23 +123,26 @@ def test_a_rank_that_skipped_a_save_misses_the_others(tmp_path: Path) -> None:
 def test_a_rank_that_reads_its_state_is_not_said_to_be_elsewhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    board, reads = Board(), threading.Event()
+
     class Slow:
         def state_dict(self) -> dict[str, object]:
+            beacon_of(mine).send()  # as the next beat does under install()
+            reads.set()
             wait_until(lambda: "has waited" in caplog.text)
             return {"w": torch.ones(3)}
 
         def load_state_dict(self, state: dict[str, object]) -> None: ...
 
-    def job(roster: MemoryRoster) -> None:
-        beacon, user = beacon_of(roster), object()
-        beacon.keep(user)  # as install() does
-        state = {"mine": Slow()} if roster.rank == 1 else {"w": torch.ones(3)}
-        holdfast.save(
-            state, tmp_path / "a", job=holdfast.Job(roster=roster, timeout=60.0, report_after=2 * BEAT)
-        )
-        beacon.let_go(user)
+    mine = MemoryRoster(1, 2, board)
 
-    on_ranks(2, job)
+    def job(roster: MemoryRoster) -> None:
+        late = roster.rank == 1
+        assert late or reads.wait(60)
+        limits = holdfast.Job(roster=mine if late else roster, timeout=60.0, report_after=0.3)
+        holdfast.save({"mine": Slow()} if late else {"w": torch.ones(3)}, tmp_path / "a", job=limits)
+
+    on_ranks(2, job, board)
     assert f"it has called save of {tmp_path / 'a'}, and reads its state for it" in caplog.text
     assert "has not entered" not in caplog.text
     assert "take no part on purpose" not in caplog.text
