@@ -102,6 +102,30 @@ def test_a_link_takes_no_place_of_the_steps_that_are_kept(tmp_path: Path) -> Non
     assert checkpoints.steps() == [2, 3, 99]
 
 
+@pytest.mark.parametrize("target", ["step-00000001", "step-00000001/data", "{run}/step-00000001"])
+@pytest.mark.parametrize("name", ["best", "step-00000000"])
+def test_a_step_to_which_a_link_of_the_run_leads_stays(tmp_path: Path, name: str, target: str) -> None:
+    """A user's `best`; with the number of a step, too. The steps that are kept are those that were kept without it."""
+    (tmp_path / name).symlink_to(target.format(run=tmp_path))
+    (tmp_path / "elsewhere").symlink_to("..")
+    checkpoints = run_of(tmp_path, keep=2)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, {"w": torch.full((3,), float(step))})
+    assert [step for step in checkpoints.steps() if step] == [1, 3, 4]
+    described = describe(tmp_path)
+    assert isinstance(described, Run)
+    assert {one.step: one.kept for one in described.steps if one.step}[1] == f"the link {name} leads to it"
+    found = prune(tmp_path, keep=1, older_than=0.0)
+    assert [item.path for item in found.removed] == ["step-00000003"]
+    assert ("step-00000001", f"the link {name} leads to it") in [
+        (item.path, item.why) for item in found.skipped
+    ]
+    assert found.kept[-2:] == (1, 4)
+    (tmp_path / name).unlink()
+    checkpoints.save(5, {"w": torch.full((3,), 5.0)})
+    assert checkpoints.steps() == [4, 5]
+
+
 def test_a_data_folder_that_is_a_link_keeps_its_files(tmp_path: Path) -> None:
     run, precious = tmp_path / "run", tmp_path / "precious"
     checkpoints = run_of(run, keep=1)

@@ -14,7 +14,7 @@ from holdfast._core.run.leftovers import why_kept
 from holdfast._core.store.base import Store
 from holdfast._core.store.branches import is_left, left_behind
 from holdfast._core.store.retention import Retention, StepFacts, facts_of
-from holdfast._core.store.run_folder import MarkEntries, best_of, by_step, own_steps
+from holdfast._core.store.run_folder import MarkEntries, best_of, by_step, linked_steps, own_steps
 from holdfast.errors import HoldfastError
 
 
@@ -86,7 +86,9 @@ class OldSteps:
             ]
         )
         # An older step that was saved again may not be among the newest; it stays until the next save.
-        return [folder for step, folder in sorted(removable.items()) if step not in kept and step != saved]
+        going = [folder for step, folder in sorted(removable.items()) if step not in kept and step != saved]
+        linked = linked_steps(store) if going else {}
+        return [folder for folder in going if folder not in linked]
 
     def _removable(self, newest_first: Sequence[tuple[int, list[str]]], keep: int) -> dict[int, str]:
         """Return the folder of each step that may be removed, of those that the rules compare."""

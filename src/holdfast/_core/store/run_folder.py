@@ -4,11 +4,13 @@ A step is a folder named `step-10` or `iter_10`, with any number of zeros before
 holds our index, or the metadata of a checkpoint of torch DCP or megatron-core, which load as well. If several
 folders have the same number, those with our index come first, then the one that was committed last.
 
-Only folders with Holdfast's own spelling and index, which are not links, may be removed.
+Only folders with Holdfast's own spelling and index may be removed, if they are no links and no link in the
+run folder leads to them.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, suppress
@@ -345,3 +347,18 @@ def is_linked(store: Store, folder: str) -> bool:
         return False
     entries = store.stat(folder), store.stat(f"{folder}/{DATA}"), store.stat(f"{folder}/{INDEX}")
     return any(entry is not None and entry.kind is Kind.LINK for entry in entries)
+
+
+def linked_steps(store: Store) -> dict[str, str]:
+    """Return the folders of steps to which links in the run folder lead (a user's `best`), each with the name
+    of a link. Retention removes none of these steps."""
+    found: dict[str, str] = {}
+    if not capabilities(store).locks:  # only there the URL is a path
+        return found
+    run = os.path.realpath(store.url)
+    with suppress(OSError), os.scandir(run) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                step, _, _ = os.path.relpath(os.path.realpath(entry.path), run).partition(os.sep)
+                found.setdefault(step, entry.name)
+    return found

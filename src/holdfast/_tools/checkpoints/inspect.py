@@ -28,6 +28,7 @@ from holdfast._core.store.run_folder import (
     is_linked,
     is_only_marked,
     is_spelled_as_ours,
+    linked_steps,
     removed_steps,
     step_folders,
 )
@@ -154,6 +155,12 @@ def describe_run(store: Store) -> Run:
         counted = [step for step in counted if not is_linked(store, folders[step])]
         why = dict.fromkeys(folders, "never removed: a link, or made or named by others")
         why |= dict.fromkeys(counted, "")
+        linked = linked_steps(store)
+        why |= {
+            step: f"the link {linked[folders[step]]} leads to it"
+            for step in counted
+            if folders[step] in linked
+        }
         why |= rules.kept([facts_of(step, abouts[step])._replace(left=step in gone) for step in counted])
     removed = removed_steps(store)
     described = tuple(

@@ -41,7 +41,7 @@ from holdfast._core.store.branches import is_left, left_behind
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import has_live_pin, is_pinned
 from holdfast._core.store.publishing import HIDDEN
-from holdfast._core.store.run_folder import all_step_folders, is_linked, is_spelled_as_ours
+from holdfast._core.store.run_folder import all_step_folders, is_linked, is_spelled_as_ours, linked_steps
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
 
 HOUR = 3600.0
@@ -182,6 +182,10 @@ class _Sweep:
         ours = sorted(filter(is_spelled_as_ours, self.good), key=lambda one: one not in left)
         gone = {item.path for item in self.removed}  # left-overs: in a dry run they are still there
         going = ours[: max(len(ours) - keep, 0)]
+        linked = linked_steps(self.store)
+        for folder in filter(linked.__contains__, going):
+            self.skipped.append(Skipped(folder, f"the link {linked[folder]} leads to it"))
+        going = [folder for folder in going if folder not in linked]
         stays = set[str]().union(*(names for one, names in self.referred.items() if one not in going))
         for folder in going:
             if folder in self.busy:
