@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,6 +32,7 @@ from holdfast._core.roster.presence import Vitals, at_key
 from holdfast._core.roster.process import Identity
 from holdfast._core.roster.torch_store import TorchRoster
 from holdfast._core.torch_private import flight_records, forget_groups
+from holdfast._frameworks import install
 from holdfast._watch import roll_call
 from holdfast._watch.answering import Answering, Asked, summary
 from holdfast._watch.collector import Collector
@@ -320,6 +325,48 @@ def test_when_the_first_ranks_have_ended_others_look_for_calls(
     else:
         assert not call._looks.is_set()
         assert call._waiting_call is None
+
+
+def stops_in_a_collective(rank: int, folder: Path) -> list[str]:
+    """Rank 0 is stopped before a collective; return what this rank has logged, which is also in a file."""
+    told: list[str] = []
+
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            (folder / f"told-{rank}").write_text(told[-1], encoding="utf-8")
+
+    logging.getLogger("holdfast").addHandler(Note())
+    holdfast.install("torch-dcp")
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    calls = install._current.roll_call
+    assert calls is not None
+    wait_until(lambda: calls._host is not None, 60)
+    dist.all_reduce(torch.ones(1), group=group)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with suppress(RuntimeError):  # on a busy machine it may not be resumed within the timeout
+        dist.all_reduce(torch.ones(1), group=group)
+    return told
+
+
+def test_ranks_that_can_not_call_the_roll_say_who_hosts_the_message_store(tmp_path: Path) -> None:
+    """A process that is stopped answers nobody, and its ranks' store neither."""
+    with ProcessWorld(3, store_host="rank 0") as world:
+        world.start(stops_in_a_collective, tmp_path)
+        wait_until(lambda: all((tmp_path / f"told-{rank}").exists() for rank in (1, 2)), 60)
+        pid = world.pid(0)
+        world.signal(0, signal.SIGCONT)
+        told = [result.get() for result in world.collect(60)]
+    assert told[0] == []
+    host = f"It is in the process of rank 0 (pid {pid} on host {socket.gethostname()}): it is stopped by a signal (state T)."
+    for said in told[1:]:
+        (silence,) = [text for text in said if "message store" in text]
+        assert re.match(
+            r"A collective has taken 1\d of 20 s, and no roll can be called: the message store has not ",
+            silence,
+        )
+        assert silence.endswith(host)
 
 
 def test_a_rank_shows_itself_soon_after_install() -> None:

@@ -7,6 +7,9 @@ stopped or holds the GIL, another rank of its host answers for it, with the proc
 faulthandler's signal. The rank that started the call collects the answers, makes a diagnosis (`diagnose`),
 and logs the result once, before any watchdog acts.
 
+If the message store does not answer, there is no roll call: each rank that waits too long says so, and what
+the kernel shows of the process that hosts the store.
+
 A roll call ends no process. Between calls it costs a check of two numbers of each group, and one read of the
 message store. Ranks answer on a separate thread, as storage may block.
 """
@@ -25,10 +28,10 @@ from holdfast import events
 from holdfast._core.base.options import roll_call_folder
 from holdfast._core.base.threads import start_thread
 from holdfast._core.process.heart import heart
-from holdfast._core.roster.base import Roster
+from holdfast._core.roster.base import Roster, get_ours, is_foreign
 from holdfast._core.roster.beacon import Beacon, beacon_of
-from holdfast._core.roster.lost import see
-from holdfast._core.roster.presence import pace, read
+from holdfast._core.roster.lost import see, store_silence
+from holdfast._core.roster.presence import Vitals, at_key, pace, read
 from holdfast._core.torch_private import flight_records, shortest_timeout
 from holdfast._watch.answering import Answering, Asked
 from holdfast._watch.shared_call import waiting_call
@@ -152,16 +155,26 @@ class RollCall:
         self._next_look = 0.0
         self._next_look_at_others = 0.0
         self._looks = threading.Event()
+        self._host: Vitals | None = None
+        """The message of the rank whose process hosts the message store."""
+        self._silent_since = 0.0
+        """Since when the message store has not answered, by the monotonic clock; 0: it has."""
+        self._is_silence_told = False
 
     def beat(self) -> None:
         roster = self._roster()
         if self._thread is not None and self._thread.is_alive():
             return
+        began = time.monotonic()
         try:
             if roster is not None:
                 self._look(roster.bounded().base(), beacon_of(roster))
         except RosterLost as error:  # the program's own calls raise it, too
-            roster = None if error.details.get("destroyed") else roster
+            if error.details.get("destroyed"):
+                roster = None
+            elif not is_foreign(error):
+                self._silent_since = self._silent_since or began
+                self._tell_silence(error)
         except Exception as error:  # it would recur at every beat
             log.warning("Roll calls end here: %s: %s", type(error).__name__, error)
             roster = None
@@ -175,7 +188,12 @@ class RollCall:
             log.warning("The collective of the last roll call %s, after %.0f s.", ended[1], ended[0])
             events.emit("roll_call.over", rank=base.rank, seconds=ended[0], how=ended[1])
         key = f"roll/{self._number}"
-        asked = read(base.get([key])[0], Asked)
+        # Rank 0 hosts the store, unless the launcher does, or the program has made one of its own.
+        call, host = get_ours(base, [key, at_key(0)])
+        self._silent_since, self._is_silence_told = 0.0, False
+        vitals = read(host, Vitals)
+        self._host = vitals if vitals is not None and vitals.serves else None
+        asked = read(call, Asked)
         mine = self._call(base.rank, beacon) if asked is None else None
         if mine is not None:
             asked = read(base.claim(key, msgspec.to_builtins(mine)), Asked)
@@ -187,6 +205,18 @@ class RollCall:
             if time.time() - asked.at < OLD:
                 self._joined.add(asked.folder)
                 self._thread = start_thread(lambda: self._answer(answering, beacon), "holdfast-roll-call")
+
+    def _tell_silence(self, error: RosterLost) -> None:
+        """Say, once, that a collective takes too long, and that the message store does not answer."""
+        waited = None if self._is_silence_told else self._pending.too_long()
+        if waited is None:
+            return
+        self._is_silence_told = True
+        silent = time.monotonic() - self._silent_since
+        log.warning(
+            "A collective has taken %.0f of %.0f s, and no roll can be called: %s",
+            *(*waited, store_silence(self._host, error, silent)),
+        )
 
     def _call(self, rank: int, beacon: Beacon) -> Asked | None:
         """Return the call that this rank should start now, if any."""

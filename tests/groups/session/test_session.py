@@ -126,7 +126,10 @@ def test_a_store_that_stops_answering_ends_nothing_and_is_told() -> None:
             if result.rank:
                 assert 8.0 <= seconds < 8.0 + SLACK, "the body was not disturbed"
                 (line,) = [line for line in said if "has not answered" in line]
-                assert "It is in the process of rank 0. That is stopped by a signal (state T)." in line
+                assert re.search(
+                    r"in the process of rank 0 \(pid \d+ on host .+\): it is stopped by a signal \(state T\)\.",
+                    line,
+                )
                 assert any("answers again" in line for line in said), said
 
 

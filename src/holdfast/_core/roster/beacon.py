@@ -137,6 +137,7 @@ class Beacon:
         self._roster = ref(roster)  # weak, because the roster keeps this object alive
         self._operations: dict[tuple[int, str], Presence] = {}
         self._reads_for: list[str] = []
+        self._serves: bool | None = None
         self._beating: set[object] = set()
         self._last: Message = {}
         self._left_with: Sequence[int] = ()
@@ -189,8 +190,20 @@ class Beacon:
             beat = self._beats
         records = {key: presence.record() for (_, key), presence in operations.items()}
         return msgspec.to_builtins(  # type: ignore[no-any-return]
-            Vitals(who, records, last, beat, time.time(), self.watch.hears(), reads_for, self.ended)
+            Vitals(
+                *(who, records, last, beat, time.time(), self.watch.hears(), reads_for),
+                serves=self._serves_store(),
+                ended=self.ended,
+            )
         )
+
+    def _serves_store(self) -> bool:
+        """Return whether this process hosts the message store; looked up once, among its sockets."""
+        roster = self._roster()
+        if self._serves is None and roster is not None:
+            with suppress(RosterLost):
+                self._serves = roster.serves()
+        return bool(self._serves)
 
     @contextmanager
     def reading_for(self, site: str) -> Iterator[None]:

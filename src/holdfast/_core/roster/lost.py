@@ -271,6 +271,22 @@ def host_of_store(host: Vitals, error: RosterLost, silent: float, lost_after: fl
     return seen if error.details.get("refused") and not seen.exited_with_0 else seen._replace(ended="")
 
 
+def store_silence(host: Vitals | None, error: RosterLost, silent: float) -> str:
+    """Describe a message store that does not answer.
+
+    host: the message of the rank whose process hosts the store; None if that is not known. error: the
+    store's. silent: seconds since when it has not answered.
+    """
+    refuses = ", and refuses connections" if error.details.get("refused") else ""
+    said = f"the message store has not answered for {silent:.0f} s{refuses}."
+    if host is None:
+        return said
+    seen = by_kernel(host.who)
+    state = seen.ended or seen.held()
+    where = f"It is in the process of rank {host.who.rank} (pid {host.who.pid} on host {host.who.host})"
+    return f"{said} {where}{f': {state}' if state else ''}."
+
+
 class Stalls:
     """For how long nothing has changed at a rank, since it was first looked at (rules 7 and 10).
 

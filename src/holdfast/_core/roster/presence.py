@@ -56,6 +56,8 @@ class Vitals(msgspec.Struct, frozen=True, omit_defaults=True):
     """Neighbours whose processes this rank can observe to be alive; only if some are on other hosts."""
     reads_for: list[str] = []
     """The sites of calls (`protocol.rendezvous.CallSignature`) that it has begun, and reads its state for."""
+    serves: bool = False
+    """Whether its process hosts the message store."""
     ended: str = ""
     """How its program has ended, as announced by itself; "" while it runs."""
 

@@ -21,7 +21,7 @@ from holdfast._core.base.threads import start_thread
 from holdfast._core.base.values import Message
 from holdfast._core.roster.base import Roster, get_ours
 from holdfast._core.roster.beacon import Presence
-from holdfast._core.roster.lost import Gone, Seen, Stalls, describe, host_of_store, see
+from holdfast._core.roster.lost import Gone, Seen, Stalls, describe, host_of_store, see, store_silence
 from holdfast._core.roster.presence import Vitals
 from holdfast._core.roster.whereabouts import PATIENCE, Inquiry
 from holdfast.errors import HoldfastError, RankFailed, RankInfo, RosterLost, from_message
@@ -237,10 +237,8 @@ class Monitor:
             return
         if silent >= self.presence.beacon.report_after and not self._said_silent:
             self._said_silent = True
-            where = f" It is in the process of rank {rank}." if rank is not None else ""
-            held = f" That {seen.held().removeprefix('it ')}." if seen.held() else ""
+            said = store_silence(self.host, error, silent)
             log.warning(
-                "The message store has not answered for %.0f s.%s%s Until it answers, ranks can't see each "
-                "other; training goes on.",
-                *(silent, where, held),
+                "%s Until it answers, ranks can't see each other; training goes on.",
+                said[:1].upper() + said[1:],
             )
