@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Generator, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,11 @@ from hypothesis import settings
 from tests import THRESHOLD
 from tests.store.faults import open_below
 from tests.support.durations import slowest_files
-from tests.support.processes import PRELOAD
+from tests.support.forkservers import make_folder
+from tests.support.processes import PRELOAD, shared
 
 PRELOAD.append("tests.frameworks.megatron.preload")
-# Whoever starts the forkserver first, a pool without need of torch too, decides what all later ranks have imported.
-multiprocessing.set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
+forkserver.connect_to_new_process = shared().connect_to_new_process
 
 # Opening a TCPStore looks the peer's name up; a name server that drops a packet must cost a test
 # one second, not five.
@@ -75,6 +75,11 @@ loading/test_readers.py
 """
 """Files that take longest begin first, or one of them would be what a worker has left to do while the others are done.
 Those that compute stand between those that wait, or all workers would import frameworks at once."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the process that starts the workers
+        config.add_cleanup(make_folder().cleanup)
 
 
 @pytest.hookimpl(wrapper=True)

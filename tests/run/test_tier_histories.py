@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.run import tier_histories
-from tests.support.processes import PRELOAD
 
 
 def lived(folder: Path, seeds: range, starts: int, has_local: bool, seconds: int = 300) -> Counter[str]:
     """Live through histories in one process, which forks their starts: it has no threads."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
     with ProcessPoolExecutor(1, context) as pool:
         return pool.submit(tier_histories.live, folder, seeds, starts, has_local).result(seconds)
 

@@ -24,7 +24,7 @@ from holdfast._tools.checkpoints.verify import verify
 from holdfast.errors import CorruptCheckpoint, HoldfastError, ReplicaMismatch, StorageError, Vanished
 from tests.saving import unchanged_jobs as jobs
 from tests.support.crash import cut_power, die_before, mount_ext4, unmount_ext4
-from tests.support.processes import PRELOAD, ProcessWorld
+from tests.support.processes import ProcessWorld
 from tests.support.threads import on_ranks
 
 OLD, NEW = [0] * 10, [0] * 9 + [1]
@@ -122,7 +122,6 @@ def test_killed_at_every_call_and_the_power_cut(tmp_path: Path) -> None:
     place = mount_ext4(tmp_path)
     try:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
         survived = list[bool]()
         for number in range(1, 40):
             run = place / f"run{number}"

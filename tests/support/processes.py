@@ -29,13 +29,15 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
+from tests.support.forkservers import SharedForkServer
+
 BASE = (
     *("torch", "torch.distributed", "torch.distributed.tensor"),
     *("holdfast._core.run.checkpoints", "holdfast._frameworks.install"),
 )
 PRELOAD = [*BASE]
-_servers: dict[str, forkserver.ForkServer] = {}
-"""Forkservers beside the usual one, by what they have imported."""
+_servers: dict[str, SharedForkServer] = {}
+"""By what they have imported."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,6 @@ class ProcessWorld:
             raise ValueError("store_host is 'launcher' or 'rank 0'")
         self.size = size
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
         self.store = (
             TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             if store_host == "launcher"
@@ -219,21 +220,23 @@ def _receive(pipe: Connection) -> Any:
 
 @contextlib.contextmanager
 def forked_after(preload: str) -> Iterator[None]:
-    """Inside, processes start from the forkserver that has imported this module of `preloads`."""
-    if not preload:
-        yield
-        return
-    if preload not in _servers:
-        _servers[preload] = forkserver.ForkServer()
-        modules = [*BASE, f"tests.support.preloads.{preload}", "tests.support.frozen"]
-        _servers[preload].set_forkserver_preload(modules)
+    """Inside, processes start from the forkserver that has imported this module of `preloads`; without one, from the
+    usual one."""
     # `multiprocessing` knows one forkserver; its processes ask this function of the module for a new one.
     usual = forkserver.connect_to_new_process
-    forkserver.connect_to_new_process = _servers[preload].connect_to_new_process
+    forkserver.connect_to_new_process = shared(preload).connect_to_new_process
     try:
         yield
     finally:
         forkserver.connect_to_new_process = usual
+
+
+def shared(preload: str = "") -> SharedForkServer:
+    """Return the forkserver that has imported this module of `preloads`; without one, the usual one."""
+    if preload not in _servers:
+        modules = [*BASE, f"tests.support.preloads.{preload}"] if preload else [*PRELOAD]
+        _servers[preload] = SharedForkServer(preload or "usual", [*modules, "tests.support.frozen"])
+    return _servers[preload]
 
 
 def _serve(

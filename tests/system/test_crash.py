@@ -14,7 +14,7 @@ import torch
 import holdfast
 from holdfast._core.protocol.job import Job
 from tests.support.crash import cut_power, die_before, mount_ext4, unmount_ext4
-from tests.support.processes import PRELOAD, ProcessWorld
+from tests.support.processes import ProcessWorld
 from tests.system.checks import errors_of
 from tests.system.jobs import load_job, save_job
 
@@ -45,7 +45,6 @@ def loaded(path: str) -> int:
 
 def test_killed_at_every_call_of_an_overwrite(tmp_path: Path) -> None:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
     path, number, survived = str(tmp_path / "step"), 0, []
     holdfast.save(state_of(1), path, step=1)
     while True:
@@ -119,7 +118,6 @@ def test_power_cut_at_every_call_of_an_overwrite(loop_ext4: Path, number: int) -
     path = str(loop_ext4 / "run" / "step")
     holdfast.save(state_of(1), path, step=1)
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
     process = context.Process(target=overwrite, args=(path, 2, number))
     process.start()
     process.join(60)

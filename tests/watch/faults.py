@@ -34,7 +34,6 @@ from holdfast._watch.read import read_all
 from holdfast._watch.shared_call import ROLL_CALLS, wait_for_answers
 from holdfast._watch.verdict import Diagnosis, listed
 from tests.support.hosts import Hosts
-from tests.support.processes import PRELOAD
 from tests.support.waiting import wait_until
 
 RANKS = 8
@@ -271,7 +270,6 @@ def run(fault: Fault, folder: Path) -> Outcome:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
     (folder / "traces").mkdir(parents=True)
     with contextlib.ExitStack() as after:
         hosts = Hosts(2 if fault.network == "hosts" else RANKS)
