@@ -69,9 +69,15 @@ def published_regions(source: PublishedModel, spec: TensorSpec) -> list[tuple[in
 
 def _not_there(source: PublishedModel, name: str, spec: TensorSpec) -> MissingTensors:
     source.refuse_quantized(name)
+    hint = "A file of the model is missing, or config.json is of another one."
+    if source.view_if_known is None:
+        hint = (
+            "Holdfast has no table for this type of model, which may have another name for it "
+            "(docs/model.md shows how to add one); or a file of the model is missing."
+        )
     return MissingTensors(
         f"{source.where} does not hold {name!r}, of which {spec.name!r} is made.",
-        hint="A file of the model is missing, or config.json is of another one.",
+        hint=hint,
         details={"missing": [name]},
     )
 
