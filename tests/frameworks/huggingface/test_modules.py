@@ -121,6 +121,26 @@ def test_modules_are_filled_and_exported_as_published(
     assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
 
 
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "T5ForConditionalGeneration"])
+def test_a_weight_of_several_names_is_filled_by_the_one_that_is_published(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    kind = getattr(transformers, name)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = kind.config_class(**sizes, intermediate_size=32, d_kv=8, d_ff=32, tie_word_embeddings=True)
+    model, other = kind(config), kind(config)
+    model.save_pretrained(tmp_path / "published")
+    published, alone = tmp_path / "published", holdfast.Job(no_dist=True)
+    assert weights(published).keys() < other.state_dict().keys()
+    holdfast.load(other.state_dict(), published, job=alone)
+    assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+    # Nothing fills the other names in a state that has a tensor for each.
+    for copy in (lambda value: value.clone(), lambda value: value.to("meta")):
+        apart = {key: copy(value) for key, value in other.state_dict().items()}
+        with pytest.raises((BadInput, MissingTensors), match=r"no table"):
+            holdfast.load(apart, published, job=alone)
+
+
 def test_without_a_table_an_embedding_of_an_unknown_name_is_not_called_a_missing_file(tmp_path: Path) -> None:
     config = {"model_type": "unheard_of", "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
