@@ -268,6 +268,57 @@ def test_a_nested_state_of_an_optimizer_is_built_as_it_was(tmp_path: Path) -> No
     assert state["more"] == {"n": 3}
 
 
+def _betas_that_are_tensors(module: torch.nn.Module) -> torch.optim.Optimizer:
+    betas = (torch.tensor(0.9), torch.tensor(0.99))
+    return torch.optim.Adam(module.parameters(), lr=torch.tensor(0.1), betas=betas, foreach=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("as_object", [True, False], ids=["the optimizer", "its state dict"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda module: torch.optim.LBFGS(module.parameters(), max_iter=3), _betas_that_are_tensors],
+    ids=["lists in the state", "tuples in the groups"],
+)
+def test_without_a_state_lists_and_tuples_of_an_optimizer_are_none_the_less_those(
+    tmp_path: Path, make: Callable[[torch.nn.Module], torch.optim.Optimizer], as_object: bool
+) -> None:
+    torch.manual_seed(0)
+    module, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def step(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module(torch.arange(6.0).reshape(2, 3)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(loss)  # type: ignore[arg-type]
+
+    optimizer, resumed = make(module), make(other)
+    step(module, optimizer)
+    holdfast.save(
+        {"model": module, "optim": optimizer if as_object else optimizer.state_dict()},
+        tmp_path / "it",
+        job=ALONE,
+    )
+    other.load_state_dict(holdfast.open(tmp_path / "it").read("model"))
+    resumed.load_state_dict(holdfast.load(tmp_path / "it")["optim"])
+    for trained, its in ((module, optimizer), (other, resumed)):
+        step(trained, its)
+    assert all(map(torch.equal, module.parameters(), other.parameters()))
+    group, loaded = optimizer.param_groups[0], resumed.param_groups[0]
+    assert {key: type(value) for key, value in loaded.items()} == {
+        key: type(value) for key, value in group.items()
+    }
+
+
+def test_without_a_state_a_dict_with_numbers_that_was_one_value_stays_a_dict(tmp_path: Path) -> None:
+    groups = [{"params": [0], "past": {"0": 1, "1": 2}}]
+    state = {"state": {0: {"past": {"a": torch.ones(1)}, "none": {}}}, "param_groups": groups}
+    holdfast.save({"optim": state}, tmp_path / "it", job=ALONE)
+    assert holdfast.load(tmp_path / "it")["optim"] == state
+
+
 @pytest.mark.parametrize(
     "arguments", [{"strict": False}, {"on_shape": "skip"}, {"job": ALONE}, {"cast": True}], ids=str
 )

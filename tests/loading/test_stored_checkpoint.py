@@ -91,6 +91,37 @@ def test_a_module_takes_what_is_below_a_prefix(tmp_path: Path) -> None:
         checkpoint.read("modle")
 
 
+@pytest.mark.parametrize("as_object", [True, False], ids=["the module", "its state dict"])
+def test_a_module_takes_an_extra_state_that_has_parts(tmp_path: Path, as_object: bool) -> None:
+    class Scaled(torch.nn.Linear):
+        extra: Any = None
+
+        def get_extra_state(self) -> Any:
+            return self.extra
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state
+
+    def make() -> tuple[torch.nn.Module, Scaled, Scaled]:
+        outer = Scaled(2, 2)
+        outer.add_module("inner", inner := Scaled(2, 2))
+        return torch.nn.ModuleDict({"outer": outer}), outer, inner
+
+    old, outer, inner = make()
+    outer.extra = {"scale": torch.ones(2), "of": {"rows": 3}}
+    inner.extra = [torch.zeros(2), "text"]
+    saved = old if as_object else old.state_dict()
+    holdfast.save({"model": saved, "root": outer}, tmp_path / "it", job=ALONE)
+    for prefix in ("model", "model.outer", "root"):
+        new, new_outer, new_inner = make()
+        target = new if prefix == "model" else new_outer
+        target.load_state_dict(holdfast.open(tmp_path / "it").read(prefix))
+        assert new_outer.extra["of"] == {"rows": 3}
+        assert new_inner.extra[1] == "text"
+        assert new_outer.extra["scale"].tolist() == [1, 1]
+        assert new_inner.extra[0].tolist() == [0, 0]
+
+
 def test_a_published_model_has_its_own_names(tmp_path: Path) -> None:
     publish(TINY["qwen3_moe"], tmp_path)
     expected, found = weights(tmp_path), holdfast.open(tmp_path)

@@ -14,6 +14,7 @@ import holdfast
 from holdfast._tools.checkpoints.inspect import describe
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 from tests.state.optimizers import equal_states, equal_weights, model_of
+from tests.support.threads import on_ranks
 
 Optimizer = torch.optim.Optimizer
 
@@ -199,12 +200,22 @@ def test_a_part_of_a_state_is_refused(tmp_path: Path) -> None:
     save(tmp_path, model, optimizer)
     other = model_of()
     fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
-    with pytest.raises(
-        MissingTensors, match=r"a part of the optimizer's state of '0.weight': 'exp_avg_sq' is not there"
-    ) as caught:
+    told = (
+        r"^load of .*: all was read.*a part of the optimizer's state of '0.weight': 'exp_avg_sq' is not there"
+    )
+    with pytest.raises(MissingTensors, match=told) as caught:
         load(tmp_path, other, fresh)
-    assert "Other ranks don't know of this." in str(caught.value.hint)
     assert not fresh.state
+    assert "Other ranks" not in str(caught.value)  # there are none
+
+    def of_two(roster: Any) -> None:
+        model = model_of()
+        state = state_of(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        with pytest.raises(MissingTensors, match=rf"{told}.*Other ranks don't know of this\.$") as caught:
+            holdfast.load(state, tmp_path, job=holdfast.Job(roster=roster))
+        assert f"on rank {roster.rank} " in str(caught.value)
+
+    on_ranks(2, of_two)
 
 
 def test_names_that_differ_are_refused() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import holdfast
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, MissingTensors
 from holdfast.huggingface import export
 from tests.frameworks.huggingface.models import (
     EXPERTS,
@@ -85,6 +86,11 @@ UNHEARD_OF = {
             **MIXED,
         },
     ),
+    # The output is tied to an embedding of another name.
+    "gpt2": Tiny("GPT2Config", {"tie_word_embeddings": True}),
+    "falcon": Tiny("FalconConfig", {"tie_word_embeddings": True}),
+    "opt": Tiny("OPTConfig", {"word_embed_proj_dim": 32, "ffn_dim": 64, "tie_word_embeddings": True}),
+    "mamba": Tiny("MambaConfig", {"tie_word_embeddings": True}),
 }
 """Types without a table, of which transformers' names are the published ones."""
 
@@ -113,6 +119,36 @@ def test_modules_are_filled_and_exported_as_published(
     before, after = weights(published[name]), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "T5ForConditionalGeneration"])
+def test_a_weight_of_several_names_is_filled_by_the_one_that_is_published(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    kind = getattr(transformers, name)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = kind.config_class(**sizes, intermediate_size=32, d_kv=8, d_ff=32, tie_word_embeddings=True)
+    model, other = kind(config), kind(config)
+    model.save_pretrained(tmp_path / "published")
+    published, alone = tmp_path / "published", holdfast.Job(no_dist=True)
+    assert weights(published).keys() < other.state_dict().keys()
+    holdfast.load(other.state_dict(), published, job=alone)
+    assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+    # Nothing fills the other names in a state that has a tensor for each.
+    for copy in (lambda value: value.clone(), lambda value: value.to("meta")):
+        apart = {key: copy(value) for key, value in other.state_dict().items()}
+        with pytest.raises((BadInput, MissingTensors), match=r"no table"):
+            holdfast.load(apart, published, job=alone)
+
+
+def test_without_a_table_an_embedding_of_an_unknown_name_is_not_called_a_missing_file(tmp_path: Path) -> None:
+    config = {"model_type": "unheard_of", "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"shared.weight": torch.ones(8, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        MissingTensors, match=r"'lm_head.weight' is made. Holdfast has no table .*docs/model.md"
+    ):
+        holdfast.load({"lm_head.weight": torch.zeros(8, 4)}, tmp_path, job=holdfast.Job(no_dist=True))
 
 
 def test_without_a_table_other_names_than_the_published_are_refused(

@@ -13,7 +13,7 @@ from holdfast._core.state.leaf import Leaf
 from holdfast._core.state.live import LiveSource
 from holdfast._core.state.memory import TensorMemory, count_changes
 from holdfast._core.state.subclasses import is_sharded_tensor
-from holdfast.errors import BadInput, HoldfastError, LoadFailed
+from holdfast.errors import BadInput, LoadFailed
 
 
 def check_filled(table: ShardTable, plan: ReadPlan) -> None:
@@ -101,9 +101,5 @@ def give_back(
     for leaf, value in built:
         leaf.put(value)
     for source in sources.values():
-        try:
-            if source is not None:
-                source.loaded()
-        except HoldfastError as error:
-            error.hint = f"{error.hint} Other ranks don't know of this.".strip()
-            raise
+        if source is not None:
+            source.loaded()

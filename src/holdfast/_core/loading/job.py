@@ -239,7 +239,13 @@ def fill(request: LoadRequest, target: Target, loaded: Loaded, operation: Operat
     leaves, context = target.leaves, operation.context
     objects = loaded.objects | loaded.merged.fill(leaves)
     at = [*loaded.plan.filled, *loaded.merged.values]
-    give_back(leaves, at, objects, loaded.built)
+    try:
+        give_back(leaves, at, objects, loaded.built)
+    except HoldfastError as error:
+        error.message = f"{context.title}: all was read, but not all fits{context.there}: {error.message}"
+        if context.there:
+            error.hint = f"{error.hint} Other ranks don't know of this.".strip()
+        raise
     filled = {id(leaves[leaf]) for leaf in at} | {id(leaf) for leaf, _ in loaded.built}
     everything = request.include is None and not request.exclude
     for inner, finish in target.after:

@@ -31,6 +31,7 @@ from holdfast._core.layout.tensor import (
 )
 from holdfast._core.loading.boxes import Wanted, fill_boxes, read_boxes
 from holdfast._core.loading.version import file_missing, is_still_there
+from holdfast._core.state.from_names import with_extra_states
 from holdfast._core.state.live import State
 from holdfast._core.state.memory import torch_dtype
 from holdfast._core.state.structure import nest
@@ -176,6 +177,8 @@ class StoredCheckpoint(Mapping[str, Any]):
 
             model.load_state_dict(holdfast.open("run/step-100").read("model"))
 
+        A dict that a module's `get_extra_state` has returned is one value. So is a list with tensors in it.
+
         prefix: `model` selects the names that begin with `model.`.
         dtype: convert floating-point tensors to this dtype, except those without dimensions, which are
             counters. None: as stored.
@@ -188,7 +191,8 @@ class StoredCheckpoint(Mapping[str, Any]):
                 f"{self.path} holds no name below {prefix!r}.",
                 hint=f"It holds {amount(len(self), 'name')}, for example {listed(self._names[:3])}.",
             )
-        return {name[len(start) :]: value for name, value in self._values(names, dtype).items()}
+        values = {name[len(start) :]: value for name, value in self._values(names, dtype).items()}
+        return with_extra_states(values)
 
     def nested(self, patterns: Patterns, dtype: torch.dtype | None, lazy: bool) -> State:
         """Read the values that patterns select, as nested dicts (`holdfast.load` without a state).

@@ -233,7 +233,7 @@ def add_dtensor(
         raise BadInput(
             f"{name!r} is a DTensor with a pending reduction ({value.placements[layout]}) over mesh "
             f"dimension {layout}; its value is not known on any rank: redistribute it to Shard or Replicate "
-            "before saving."
+            "first."
         )
     declared = undeclared
     # Otherwise the ranks find out who has a copy, as for plain tensors (docs/decisions/0004).

@@ -7,11 +7,13 @@ key or separates two. Without a present value, consecutive numeric keys from 0 o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Container, Iterator, Mapping, MutableMapping
 from copy import copy
 
 _DEEPEST = 64
 """Maximum nesting depth of a list."""
+_EXTRA_STATE = "_extra_state"
+"""What torch calls the value of a module's `get_extra_state` in a `state_dict`."""
 
 
 def are_of_a_list(paths: list[str], present: list[object]) -> bool:
@@ -58,6 +60,32 @@ def joined(parts: Mapping[str, object], present: object) -> object:
         new, value = known.get(text, (int(text) if is_numbered else text, None))
         made[new] = _value(inner, value)
     return made
+
+
+def listed(value: object, leaves: Container[int]) -> object:
+    """Return nested dicts that were made from names, with lists where the keys are the numbers from 0 on.
+
+    leaves: the ids of values, which stay as they are, also if they are such dicts.
+    """
+    if type(value) is not dict or id(value) in leaves:
+        return value
+    made = {key: listed(part, leaves) for key, part in value.items()}
+    numbers = list(map(str, range(len(made))))
+    return [made[number] for number in numbers] if made and made.keys() == set(numbers) else made
+
+
+def with_extra_states(values: Mapping[str, object]) -> dict[str, object]:
+    """Return values by their names in the `state_dict` of a module, where an extra state is one value, also
+    if it is a dict: `0._extra_state.scale` becomes a part of `0._extra_state`."""
+    made: dict[str, object] = {}
+    extra: dict[str, dict[str, object]] = {}
+    for name, value in values.items():
+        module, found, path = f".{name}".partition(f".{_EXTRA_STATE}.")
+        if found:
+            extra.setdefault(f"{module}.{_EXTRA_STATE}"[1:], {})[path] = value
+        else:
+            made[name] = value
+    return made | {name: joined(parts, None) for name, parts in extra.items()}
 
 
 def _value(parts: Mapping[str, object], present: object) -> object:

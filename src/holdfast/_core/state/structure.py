@@ -7,7 +7,7 @@ with a description of its containers, if it has any.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import is_dataclass
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
@@ -15,6 +15,7 @@ import torch
 
 from holdfast._core.base.values import Json, told
 from holdfast._core.format.records import fields_of, is_record
+from holdfast._core.state.from_names import listed
 from holdfast._core.state.live import ParameterState, State, StateDict
 from holdfast._core.state.subclasses import allowed_type, inner_tensors, is_wrapper, same_memory, type_name
 from holdfast._core.state.tensors import PerRank, Shard
@@ -164,28 +165,41 @@ def nest(values: Mapping[str, object]) -> State:
         else:
             parts = parts[-1:]
         node[".".join(parts)] = value
+    leaves = {id(value) for value in (*values.values(), *made.values())}
     nodes = [root]
     while nodes:
         node = nodes.pop()
         nodes += [part for part in node.values() if type(part) is dict]
         if "param_groups" in node and type(node.get("state")) is dict:
-            _as_optimizer(node)
+            _as_optimizer(node, leaves)
     return root
 
 
-def _as_optimizer(node: State) -> None:
+def _as_optimizer(node: State, leaves: Container[int]) -> None:
     """Convert the keys of states from text to the numbers of parameters in the groups. An optimizer's
-    `load_state_dict` would accept text keys without an error, and not use their states."""
-    groups = node["param_groups"]
+    `load_state_dict` would accept text keys without an error, and not use their states.
+
+    A list or a tuple with tensors in it is stored in parts. It becomes a tuple in a group, as all optimizers
+    of torch have their `betas`, and a list in a state.
+    """
+    groups, is_whole = node["param_groups"], id(node["param_groups"]) in leaves
     # torch DCP saves the parts of this list.
     if type(groups) is dict and sorted(groups) == sorted(map(str, range(len(groups)))):
         groups = node["param_groups"] = [groups[str(number)] for number in range(len(groups))]
-    if isinstance(groups, list):
-        known = [group.get("params") for group in groups if isinstance(group, dict)]
-        numbers = {
-            str(key): key for keys in known if isinstance(keys, list) for key in keys if type(key) is int
-        }
-        node["state"] = {numbers.get(key, key): part for key, part in node["state"].items()}
+    if not isinstance(groups, list):
+        return
+    known = [group.get("params") for group in groups if isinstance(group, dict)]
+    numbers = {str(key): key for keys in known if isinstance(keys, list) for key in keys if type(key) is int}
+    states = node["state"] = {numbers.get(key, key): part for key, part in node["state"].items()}
+    # Other groups and states are by names of parameters, and a level in them may be a part of a name.
+    for group in () if is_whole else groups:
+        if isinstance(group, dict) and "params" in group:
+            for key, value in group.items():
+                made = listed(value, leaves)
+                group[key] = tuple(made) if isinstance(made, list) and made is not value else made
+    for state in (states[number] for number in numbers.values() if number in states):
+        if type(state) is dict and id(state) not in leaves:
+            state.update({key: listed(value, leaves) for key, value in state.items()})
 
 
 def build(

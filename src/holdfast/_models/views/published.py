@@ -7,7 +7,7 @@ knowledge of models, and nothing is read twice or held in memory as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,11 +69,28 @@ def published_regions(source: PublishedModel, spec: TensorSpec) -> list[tuple[in
 
 def _not_there(source: PublishedModel, name: str, spec: TensorSpec) -> MissingTensors:
     source.refuse_quantized(name)
+    hint = "A file of the model is missing, or config.json is of another one."
+    if source.view_if_known is None:
+        hint = (
+            "Holdfast has no table for this type of model, which may have another name for it "
+            "(docs/model.md shows how to add one); or a file of the model is missing."
+        )
     return MissingTensors(
         f"{source.where} does not hold {name!r}, of which {spec.name!r} is made.",
-        hint="A file of the model is missing, or config.json is of another one.",
+        hint=hint,
         details={"missing": [name]},
     )
+
+
+def _elements_of(table: ShardTable, row: int) -> Hashable:
+    """Return what two rows share if they are the same part of a tensor in the same memory; None without
+    memory, as on the meta device."""
+    spec, box, memory = table.specs[row], table.boxes[row], table.memory[row]
+    if not isinstance(memory, TensorMemory) or not memory.tensor.data_ptr():
+        return None
+    tensor = memory.tensor
+    own = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return own, spec.shape, box.offset, box.shape
 
 
 @dataclass
@@ -81,6 +98,8 @@ class _Look:
     source: PublishedModel
     seen: ShardTable
     blank: list[int]
+    filled: frozenset[Hashable] | None = None
+    """The elements of tensors whose names are published; None: not asked for yet."""
 
     def add(self, spec: TensorSpec, box: Box, table: ShardTable, row: int) -> None:
         memory = table.memory[row]
@@ -109,6 +128,8 @@ class _Look:
         if as_it_is or packed:
             axes = tuple(range(len(spec.shape)))
             segments = [Segment(box, spec.name, box.offset, axes, spec.shape)]
+        elif place is None and self._is_filled_with_another(table, row):
+            return
         elif self.source.config and self.source.view_for(spec.name).knows(spec.name):
             segments = list(self.source.view_for(spec.name).segments(spec.name, spec.shape, box))
         else:
@@ -135,6 +156,18 @@ class _Look:
             target = memory.tensor.detach()[segment.box.relative_to(box.offset).slices()]
             check_is_view(target, memory.tensor)
             self._add_segment(segment, spec, target)
+
+    def _is_filled_with_another(self, table: ShardTable, row: int) -> bool:
+        """Return whether the tensor is the same memory as one whose name is published. Of tied weights,
+        transformers publishes one."""
+        if self.filled is None:
+            rows = [other for other, spec in enumerate(table.specs) if self._is_published(spec)]
+            self.filled = frozenset(_elements_of(table, other) for other in rows) - {None}
+        return _elements_of(table, row) in self.filled
+
+    def _is_published(self, spec: TensorSpec) -> bool:
+        place = self.source.place(spec.name)
+        return place is not None and place.shape == spec.shape
 
     def _has_layouts(self, name: str) -> bool:
         view = self.source.view_if_known
