@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,51 @@ def test_any_flipped_bit_of_any_file_is_found(kept: Path, tmp_path: Path) -> Non
             assert found.whole is False, f"byte {at} of {path.name}"
             path.write_bytes(good)
     assert verify(place).whole
+
+
+@pytest.mark.parametrize("part", ["dtype", "shape"])
+def test_the_embedded_index_is_listed_in_the_header_as_it_was_written(
+    checkpoint: Path, part: str, run_json: Json
+) -> None:
+    """No digest covers that entry, and other readers of safetensors refuse a file in which it is wrong."""
+    first = data_files(checkpoint)[0]
+    data = first.read_bytes()
+    wrong = {"dtype": (b'"dtype":"U8"', b'"dtype":"I8"'), "shape": (b'"shape":[', b'"shape":[9')}[part]
+    low = data.index(b'"__holdfast__"')
+    stop = data.index(b"}", low) + 1
+    entry = data[low:stop].replace(*wrong, 1)
+    entry = entry[: entry.index(b"9") + 1] + entry[entry.index(b"9") + 2 :] if part == "shape" else entry
+    assert len(entry) == stop - low
+    first.write_bytes(data[:low] + entry + data[stop:])
+    found, code = run_json("verify", checkpoint, "--quick")
+    assert (code, found["whole"]) == (1, False)
+    assert "'__holdfast__'" in found["damage"][0]["problem"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("closed", ["index.safetensors", "data/*"])
+def test_what_this_user_may_not_read_is_not_called_damaged(kept: Path, run: Run, closed: str) -> None:
+    assert run("verify", kept).exit_code == 0  # imports what the other user may not reach
+    place = Path(tempfile.mkdtemp(dir="/dev/shm"))  # nor may it reach pytest's folders
+    try:
+        place.chmod(0o755)
+        step = Path(shutil.copytree(kept, place / "run" / "step-00000007"))
+        for path in step.glob(closed):
+            path.chmod(0)
+        os.seteuid(65534)
+        try:
+            results = [run("verify", step), run("verify", step, "--quick"), run("verify", place / "run")]
+            shown = run("inspect", place / "run").stdout
+        finally:
+            os.seteuid(0)
+    finally:
+        shutil.rmtree(place)
+    for found in results:
+        assert (found.exit_code, found.stdout) == (2, "")
+        assert "Permission denied" in found.stderr
+        assert "Give this user the right" in found.stderr
+    assert "damaged" not in shown
+    assert ("not known: Opening" in shown) == (closed == "index.safetensors")
 
 
 def test_quick_sees_headers_and_embedded_indexes(checkpoint: Path, run_json: Json) -> None:

@@ -99,6 +99,21 @@ def test_a_second_job_in_one_run_folder_is_told(tmp_path: Path, jobs: Any) -> No
     assert holdfast.Checkpoints(tmp_path).steps() == [0, 2], "no step of the first job is gone"
 
 
+def test_a_copy_of_a_folder_at_work_is_gone_on_from_as_the_error_says(tmp_path: Path, jobs: Any) -> None:
+    first, copy = jobs(tmp_path / "run", 0), tmp_path / "copy"
+    assert first.save() == "saved"
+    shutil.copytree(tmp_path / "run", copy)
+    second = jobs(copy, 1)
+    told = second.save()
+    assert told.startswith("Conflict")
+    assert f"delete {OWNER} in the copy" in told
+    (copy / OWNER).unlink()
+    assert second.save() == "saved"
+    assert first.save() == "saved"
+    assert holdfast.Checkpoints(copy).steps() == [0, 3]
+    assert holdfast.Checkpoints(tmp_path / "run").steps() == [0, 2]
+
+
 @pytest.mark.parametrize("end", ["close", pytest.param("exit", marks=pytest.mark.soak), "kill"])
 def test_the_folder_of_a_job_that_has_ended_is_taken_at_once(tmp_path: Path, jobs: Any, end: str) -> None:
     first = jobs(tmp_path, 0, *(["close"] if end == "close" else []))

@@ -196,3 +196,55 @@ def test_an_optimizer_of_parameters_that_a_load_replaces_is_refused(tmp_path: Pa
             continue
         holdfast.load(state, tmp_path / "c", **arguments)
         assert torch.equal(again.weight, model.weight)
+
+
+def test_a_default_device_without_memory_changes_no_save_and_no_load(tmp_path: Path) -> None:
+    """As with a GPU as the default device: what is read from storage is read into host memory all the same."""
+    model = trained()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.head(model.embedding(torch.tensor([1]))).sum().backward()
+    optimizer.step()
+    train = holdfast.TrainState(seed=3)
+    tied, again = torch.ones(3), torch.zeros(3)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "train": train,
+        "count": torch.tensor(5),
+        "number": torch.tensor(2.5),
+        "sparse": torch.eye(2).to_sparse(),
+        "tied": [tied, tied],
+        "equal": [torch.ones(3), torch.ones(3)],
+    }
+    other = Tied()
+    fresh = torch.optim.AdamW(other.parameters())
+    filled: dict[str, Any] = {
+        "model": other,
+        "optimizer": fresh,
+        "train": holdfast.TrainState(seed=4),
+        "count": torch.tensor(0, dtype=torch.int32),
+        "number": 0.0,
+        "sparse": torch.zeros(2, 2).to_sparse(),
+        "tied": [torch.zeros(3), torch.zeros(3)],
+        "equal": [again, again],
+    }
+    with torch.device("meta"):
+        with holdfast.Checkpoints(tmp_path / "run", job=holdfast.Job(no_dist=True)) as checkpoints:
+            checkpoints.save(1, state).result()
+            checkpoints.restore(filled)
+        folder = tmp_path / "run" / "step-00000001"
+        values, lazy = holdfast.load(folder), holdfast.load(folder, lazy=True)
+        row = holdfast.open(folder)["model.head.weight"][1:2]
+        part = lazy["model"]["head"]["weight"][2:]
+    the_same(other, model)
+    for parameter, mine in zip(model.parameters(), other.parameters(), strict=True):
+        for name, value in optimizer.state[parameter].items():
+            assert torch.equal(fresh.state[mine][name], value)
+    assert (filled["count"].item(), float(filled["number"])) == (5, 2.5)
+    assert torch.equal(filled["sparse"].to_dense(), torch.eye(2))
+    assert torch.equal(values["sparse"].to_dense(), torch.eye(2))
+    assert torch.equal(filled["tied"][1], tied)
+    assert torch.equal(again, torch.ones(3))
+    assert torch.equal(values["model"]["norm"]["running_var"], model.norm.running_var)
+    assert torch.equal(row, model.head.weight[1:2])
+    assert torch.equal(part, model.head.weight[2:])

@@ -24,6 +24,7 @@ from holdfast._core.saving.request import SaveRequest
 from holdfast._core.state.flatten import flatten
 from holdfast._core.store import object_client, pins
 from holdfast._core.store.local import open_store
+from holdfast._tools.checkpoints.verify import Verified, verify
 from holdfast.errors import CommitUnconfirmed, HoldfastError, StorageError
 from tests.support.object_servers import Asked, Proxy, forward, hurry
 from tests.support.threads import on_ranks
@@ -37,6 +38,24 @@ SOON = 20.0
 
 def state(step: int = 0) -> dict[str, torch.Tensor]:
     return {"w": torch.full((999,), float(step))}
+
+
+def test_an_object_that_may_not_be_read_is_not_called_damaged(proxy: Proxy, place: str) -> None:
+    """Whether it is can't be told; one that is gone is a finding."""
+    holdfast.save(state(), f"{place}/step-00000001", step=1, job=ALONE)
+    for name in ("index.safetensors", "-r00000.safetensors"):
+        proxy.rule = lambda method, path, *_, name=name: (
+            "denied" if method == "GET" and path.endswith(name) else "pass"
+        )
+        for asked in (place, f"{place}/step-00000001"):
+            with pytest.raises(StorageError, match="may not read"):
+                verify(asked)
+    proxy.rule = lambda *_: "pass"
+    store = open_store(f"{place}/step-00000001")
+    store.delete(f"data/{store.list('data')[0]}")
+    found = verify(f"{place}/step-00000001")
+    assert isinstance(found, Verified)
+    assert found.damage[0].problem == "the file is missing"
 
 
 # -- credentials ----------------------------------------------------------------------------------------

@@ -179,6 +179,36 @@ def test_one_link_in_a_circle_disables_nothing(tmp_path: Path) -> None:
     assert prune(tmp_path, older_than=0.0).kept == (1,)
 
 
+@pytest.mark.parametrize("link", ["the run", "a folder above it"])
+def test_a_run_behind_a_link_that_leads_nowhere_is_not_a_run_without_steps(tmp_path: Path, link: str) -> None:
+    """Storage that is not mounted looks like that: a job must not begin anew there."""
+    there, state = tmp_path / "mounted" / "run", {"w": torch.zeros(3)}
+    run_of(there).save(7, {"w": torch.ones(3)})
+    run = tmp_path / "run" if link == "the run" else tmp_path / "results" / "run"
+    place = run if link == "the run" else run.parent
+    place.symlink_to(there if link == "the run" else there.parent)
+    (tmp_path / "mounted").rename(tmp_path / "elsewhere")
+    other, first = tmp_path / "other", {"w": torch.zeros(3)}
+    for call in (
+        lambda: run_of(run).restore(state),
+        lambda: run_of(run, start_from=other).restore(state),
+        lambda: run_of(other, start_from=run).restore(state),
+        lambda: run_of(run).latest(),
+        lambda: holdfast.latest(run),
+        lambda: run_of(run).save(1, first),
+        lambda: ours(run, 1.0),
+        lambda: ours(run / "deeper" / "still", 1.0),
+        lambda: verify(run),
+        lambda: describe(run),
+    ):
+        with pytest.raises(StorageError, match=r"is a link to '.*', which does not exist") as caught:
+            call()
+        assert str(place) in str(caught.value)
+        assert "mounted on this host" in caught.value.hint
+    (tmp_path / "elsewhere").rename(tmp_path / "mounted")
+    assert run_of(run).restore(state) == 7
+
+
 # -- which folders are steps -----------------------------------------------------------------------
 
 

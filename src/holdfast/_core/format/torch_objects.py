@@ -126,7 +126,8 @@ class _Objects(PickleReader):
     def read(self) -> object:
         """Return the value. Raises BadPickle, BadArchive or _NotAllowed."""
         try:
-            return super().read()
+            with torch.device("cpu"):  # whatever the caller's default device is: the bytes are in host memory
+                return super().read()
         finally:
             self._storages.clear()  # as `PickleReader.read` does with the values
             self._hashes.clear()

@@ -38,7 +38,7 @@ def hold_the_same(store: Store, source: Source, one: TensorSpec, other: TensorSp
         return known
     for part in slabs(whole(one.shape), DTYPES[one.dtype].size):
         table = ShardTable()
-        held = [torch.empty(part.shape, dtype=torch_dtype(one.dtype)) for _ in range(2)]
+        held = [torch.empty(part.shape, dtype=torch_dtype(one.dtype), device="cpu") for _ in range(2)]
         for spec, tensor in zip((one, other), held, strict=True):
             table.add(spec, part, (0, 1), False, TensorMemory(tensor))
         fill_rows(store, source, table)

@@ -32,7 +32,7 @@ def read_boxes(store: Store, source: Source, wanted: Sequence[Wanted]) -> tuple[
 
     Raises MissingTensors for a name that is not there, ShapeMismatch for another shape or dtype.
     """
-    buffers = [torch.empty(one.box.shape, dtype=torch_dtype(one.dtype)) for one in wanted]
+    buffers = [torch.empty(one.box.shape, dtype=torch_dtype(one.dtype), device="cpu") for one in wanted]
     return buffers, fill_boxes(store, source, wanted, buffers)
 
 

@@ -125,7 +125,7 @@ def plan_load(
         spec, box, memory = table.specs[row], table.boxes[row], table.memory[row]
         stored = columns.spec_of(column)
         if spec.kind == OBJECT and stored.shape == () and isinstance(of_row[row].value, int | float):
-            scalars[owners[row]] = torch.empty((), dtype=torch_dtype(stored.dtype))
+            scalars[owners[row]] = torch.empty((), dtype=torch_dtype(stored.dtype), device="cpu")
             wanted.put(at, stored, whole(()), TensorMemory(scalars[owners[row]]))
             continue
         if stored.kind == OBJECT and spec.kind == TENSOR and spec.shape == ():
@@ -141,7 +141,9 @@ def plan_load(
         converts = request.cast or of_row[row].converts
         if spec.shape == stored.shape == () and isinstance(memory, TensorMemory) and not converts:
             counts[at] = memory.tensor
-            wanted.put(at, stored, box, TensorMemory(torch.empty((), dtype=torch_dtype(stored.dtype))))
+            wanted.put(
+                at, stored, box, TensorMemory(torch.empty((), dtype=torch_dtype(stored.dtype), device="cpu"))
+            )
             continue
         fitted, part, target = _fit(spec, box, memory, stored, of_row[row], request.cast)
         if part is not box:

@@ -157,7 +157,7 @@ def check_same(
         assert isinstance(memory, TensorMemory)
         dtype = torch_dtype(spec.dtype)
         for part in slabs(box, DTYPES[spec.dtype].size):
-            stored = torch.empty(part.shape, dtype=dtype)
+            stored = torch.empty(part.shape, dtype=dtype, device="cpu")
             asked = ShardTable()
             asked.add(spec, part, (0, 1), False, TensorMemory(stored))
             fill_rows(store, source, asked)

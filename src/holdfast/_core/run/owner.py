@@ -336,7 +336,9 @@ def _refusal(owner: Owner, url: str) -> Conflict:
         f"The run folder {url} belongs to another job that is at work: {owner}. Nothing was saved: two jobs "
         "in one folder delete each other's steps.",
         hint="Give every job a run folder of its own; or end that job, or pass takeover=True, which makes "
-        "that job's saves fail.",
+        # The copy of a folder at work has this file, and no path tells the two apart: it differs by host.
+        f"that job's saves fail. If this is a copy of that job's folder, delete {OWNER} in the copy: it was "
+        "copied, too.",
     )
 
 

@@ -147,7 +147,11 @@ class TrainState:
 def _random_states() -> State:
     version, words, gauss = random.getstate()
     found: State = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "python": {
+            "version": version,
+            "words": torch.tensor(words, dtype=torch.int64, device="cpu"),
+            "gauss": gauss,
+        },
         "numpy": _tensors(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
     }

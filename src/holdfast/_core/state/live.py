@@ -53,7 +53,7 @@ MakeTensor = Callable[[str, torch.dtype, Sequence[int]], torch.Tensor]
 
 def zeros(key: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """Return a plain tensor in host memory, for a value that belongs to no parameter."""
-    return torch.zeros(tuple(shape), dtype=dtype)
+    return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
 
 
 class Rest:

@@ -232,8 +232,32 @@ def _make_folder(path: str) -> None:
     except FileExistsError:
         # Usually another rank was faster. The name is synced here as well, because that rank may die before
         # it syncs it.
-        if not stat.S_ISDIR(os.stat(path).st_mode):
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            refuse_dangling(path)
+            raise  # removed again meanwhile
+        if not stat.S_ISDIR(mode):
             raise StorageError(f"{path} is a file, not a folder.", details={"errno": errno.ENOTDIR}) from None
+
+
+def refuse_dangling(path: str) -> None:
+    """Raise StorageError if a path does not exist because a link in it leads nowhere: storage that is not
+    mounted looks like that, and nobody can tell what it holds."""
+    while True:
+        try:
+            mode = os.lstat(path).st_mode
+            break
+        except (FileNotFoundError, NotADirectoryError):
+            if (parent := os.path.dirname(path)) == path:
+                return
+            path = parent
+    if stat.S_ISLNK(mode) and not os.path.exists(path):
+        raise StorageError(
+            f"{path} is a link to {os.readlink(path)!r}, which does not exist.",
+            hint="Is that mounted on this host? Else make it, or remove the link.",
+            details={"errno": errno.ENOENT},
+        )
 
 
 def make_durably(path: str) -> None:

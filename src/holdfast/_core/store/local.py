@@ -34,6 +34,7 @@ from holdfast._core.store.filesystem import (
     folder_beneath,
     make_durably,
     read_at,
+    refuse_dangling,
     retry,
     sync_folder,
 )
@@ -282,6 +283,9 @@ class LocalStore:
             with storage_errors("Listing", target), os.scandir(target) as entries:
                 return sorted(entry.name + ("/" if _leads_to_folder(entry) else "") for entry in entries)
         except NotFound:
+            # Only of the place that the caller gave: a link below it that leads nowhere is no step.
+            if target == self._top:
+                refuse_dangling(target)
             return []
 
     def child(self, folder: str) -> LocalStore:

@@ -28,6 +28,7 @@ from holdfast._core.io.index_file import embedded_index
 from holdfast._core.io.on_threads import on_threads
 from holdfast._core.layout.tensor import DTYPES
 from holdfast._core.store.base import NotFound, Reader, Store
+from holdfast._tools.checkpoints.unanswered import is_unanswered
 from holdfast.errors import CorruptCheckpoint, HoldfastError
 
 BATCH = 4 << 20
@@ -87,6 +88,8 @@ class FilesCheck:
         try:
             reader = self.store.open(name)
         except HoldfastError as error:
+            if is_unanswered(error):
+                raise
             is_own = split_reference(name) is None
             problem = "the file is missing" if isinstance(error, NotFound) and is_own else error.message
             self.damage.append(Damage(name, problem))
@@ -109,6 +112,8 @@ class FilesCheck:
                 self._embedded(file, reader, header)
                 self._header(file, header)
         except HoldfastError as error:
+            if is_unanswered(error):
+                raise
             self.damage.append(Damage(name, error.message))
 
     def _beyond(self, file: int, size: int) -> None:
@@ -182,6 +187,9 @@ class FilesCheck:
             self.damage.append(Damage(name, text, None, 0, header.data_start))
             return
         start = header.data_start + entry.data_offsets[0]
+        if (entry.dtype, entry.shape) != ("U8", (size - start,)):
+            text = f"the file's header lists {EMBEDDED!r} as {entry.dtype}{list(entry.shape)}"
+            self.damage.append(Damage(name, text, None, 0, header.data_start))
         if reader.size < size:
             return  # reported already: the file is truncated
         try:
@@ -288,6 +296,8 @@ class FilesCheck:
                     bad += _check_batch(reader, batch)
                     tell(sum(block.length for block in batch))
         except HoldfastError as error:
+            if is_unanswered(error):
+                raise
             return [Damage(name, error.message)]
         return self._joined(name, bad)
 
@@ -335,6 +345,8 @@ def _check_batch(reader: Reader, batch: list[_Block]) -> Iterator[tuple[_Block, 
     try:
         data = memoryview(reader.read(start, batch[-1].position + batch[-1].length - start))
     except HoldfastError as error:
+        if is_unanswered(error):
+            raise
         yield from ((block, error.message) for block in batch)
         return
     for block in batch:

@@ -32,6 +32,7 @@ from holdfast._core.store.run_folder import (
     removed_steps,
     step_folders,
 )
+from holdfast._tools.checkpoints.unanswered import is_unanswered
 from holdfast.errors import HoldfastError, NotCommitted
 
 OURS = "Holdfast"
@@ -116,6 +117,8 @@ class RunStep(msgspec.Struct, frozen=True):
     """Whether the run abandoned it by resuming from an older step."""
     is_removed: bool = False
     """Whether it was removed but for data that later steps refer to, or that somebody reads."""
+    is_unknown: bool = False
+    """Whether storage did not let the index be read, so that `problem` is no damage."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -175,7 +178,7 @@ def describe_run(store: Store) -> Run:
 def state(step: RunStep) -> str:
     """Format whether a step is committed."""
     if step.problem:
-        return f"damaged: {step.problem}"
+        return f"{'not known' if step.is_unknown else 'damaged'}: {step.problem}"
     return "committed" if step.committed else "removed" if step.is_removed else "not committed"
 
 
@@ -305,7 +308,8 @@ def _step(step: int, store: Store, abouts: dict[int, Json]) -> RunStep:
                 return RunStep(step, store.url, True, size, created, None, metrics, is_read=is_pinned(store))
         except HoldfastError as error:
             # A damaged step still counts as committed, because `restore` tries it too.
-            return RunStep(step, store.url, True, _present_bytes(store, names), None, error.message)
+            size, unknown = _present_bytes(store, names), is_unanswered(error)
+            return RunStep(step, store.url, True, size, None, error.message, is_unknown=unknown)
     other = store.stat(METADATA) if METADATA in names and not is_only_marked(store) else None
     return RunStep(
         step, store.url, other is not None, _present_bytes(store, names), other.modified if other else None

@@ -8,7 +8,8 @@ These are checked:
 - unless `quick`, every block of every chunk against its digest.
 
 These checks cover every byte of a checkpoint, so any flipped bit is reported. Damage of one file never hides
-that of another: an unreadable part is a finding, and the check continues.
+that of another: an unreadable part is a finding, and the check continues. But where storage does not answer,
+for a lack of rights or in an outage, the check ends with that error: what is not known is not called damaged.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from holdfast._core.store.base import Folder, Reader, Store
 from holdfast._core.store.pins import Pin
 from holdfast._core.store.run_folder import own_steps
 from holdfast._tools.checkpoints.files_check import Damage, FilesCheck
+from holdfast._tools.checkpoints.unanswered import is_unanswered
 from holdfast.errors import HoldfastError, NotCommitted
 
 
@@ -123,6 +125,8 @@ def _open_index(store: Store, damage: list[Damage]) -> tuple[Columns, dict[str, 
             damage += pages
             return None if pages else (index.select(), index.about)
     except HoldfastError as error:
+        if is_unanswered(error):
+            raise
         damage.append(Damage(INDEX, error.message))
         return None
 
