@@ -107,3 +107,13 @@ def test_a_writer_that_the_system_does_not_start(
         assert number not in (errno.EACCES, errno.EIO) or "limit" not in str(caught.value)
         checkpoints.save(2, state)
     assert checkpoints.steps() == [2]
+
+
+@pytest.mark.parametrize("executable", ["", None])
+def test_a_program_that_embeds_python_is_told_what_it_lacks(
+    executable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    pending = holdfast.async_save({"w": torch.ones(3)}, tmp_path / "step", job=holdfast.Job(no_dist=True))
+    with pytest.raises(NotStarted, match=r"sys\.executable, the path of this Python, is not set"):
+        pending.committed(60)

@@ -68,6 +68,41 @@ def test_two_values_under_one_name_are_refused(state: Any) -> None:
         flatten(state, 0)
 
 
+def holds_itself(kind: str) -> dict[str, Any]:
+    state: dict[str, Any] = {"x": torch.zeros(1), "a": {"b": [1, {}]}}
+    if kind == "dict":
+        state["a"]["b"][1]["c"] = state["a"]
+    elif kind == "state":
+        state["a"]["c"] = state
+    else:
+        state["a"]["b"].append(state["a"]["b"])
+    return state
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("dict", "'a.b.1.c' is the same object as 'a'"),
+        ("list", "'a.b.2' is the same object as 'a.b'"),
+        ("state", "'a.c' is the same object as the state itself"),
+    ],
+)
+def test_a_state_that_contains_itself_is_refused(kind: str, said: str) -> None:
+    with pytest.raises(BadInput, match=f"The state contains itself: {said}."):
+        flatten(holds_itself(kind), 0)
+
+
+def test_one_object_at_two_places_is_no_circle() -> None:
+    shared = {"x": 1}
+    for _ in range(40):  # two ways to each, so 2**40 paths
+        shared = {"one": shared, "other": shared}
+    deep: Any = {"shared": shared}
+    for _ in range(3000):
+        deep = {"d": deep}
+    with pytest.raises(RecursionError):
+        flatten(deep, 0)
+
+
 def test_an_empty_key_is_named_alike_whatever_is_beside_it(tmp_path: Path) -> None:
     def state(value: float, *beside: Any) -> dict[str, Any]:
         return {"m": {"": torch.full((2,), value), **{f"x{at}": one for at, one in enumerate(beside)}}}

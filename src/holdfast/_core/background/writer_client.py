@@ -129,6 +129,12 @@ class WriterClient:
         if self._process is not None and self._process.poll() is None:
             return
         self.kill()
+        if not sys.executable:  # a program in another language that embeds Python
+            raise NotStarted(
+                "The writer process of an asynchronous save could not be started: sys.executable, the path "
+                "of this Python, is not set.",
+                hint="Set it to a Python of this version, or save synchronously.",
+            )
         try:
             self._start()
         except OSError as error:

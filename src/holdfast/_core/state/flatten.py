@@ -27,7 +27,7 @@ from holdfast._core.layout.patterns import head_of, is_selected, refuse_text, se
 from holdfast._core.layout.tensor import OBJECT
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.state.dtensor import add_dtensor
-from holdfast._core.state.leaf import Flat, Leaf, MergeRule
+from holdfast._core.state.leaf import Flat, Leaf, MergeRule, check_names
 from holdfast._core.state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest, StateDict
 from holdfast._core.state.memory import Part, TensorMemory, add_plain, plain_address, spec_of
 from holdfast._core.state.meta import is_meta, materialize
@@ -43,6 +43,7 @@ from holdfast._core.state.structure import (
     is_nested,
     is_stateful,
     join,
+    refuse_circle,
 )
 from holdfast._core.state.subclasses import (
     inner_tensors,
@@ -64,26 +65,14 @@ def flatten(state: StateDict, rank: int) -> Flat:
     if not isinstance(state, Mapping):
         raise BadInput(f"The state must be a dict of names and values, not {type(state).__name__}.")
     flat = Flat()
-    _walk(state, "", _fixed, flat, rank)
+    try:
+        _walk(state, "", _fixed, flat, rank)
+    except RecursionError:
+        refuse_circle(state)
+        raise
     if len({leaf.name for leaf in flat.leaves}) < len(flat.leaves):
-        _check_names(flat.leaves)
+        check_names(flat.leaves)
     return flat
-
-
-def _check_names(leaves: Sequence[Leaf]) -> None:
-    seen: dict[str, Leaf] = {}
-    for leaf in leaves:
-        if isinstance(leaf.value, Rest):
-            continue
-        # Several Shards of one tensor share its name; anything else would overwrite the other.
-        if leaf.name in seen and not (
-            isinstance(leaf.value, Shard) and isinstance(seen[leaf.name].value, Shard)
-        ):
-            raise BadInput(
-                f"Two values of the state have the name {leaf.name!r} (path elements are joined by dots); "
-                "rename one."
-            )
-        seen[leaf.name] = leaf
 
 
 def _walk(

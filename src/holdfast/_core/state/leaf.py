@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from holdfast._core.layout.patterns import Patterns
-from holdfast._core.state.live import LiveSource
-from holdfast._core.state.tensors import Merge
+from holdfast._core.state.live import LiveSource, Rest
+from holdfast._core.state.tensors import Merge, Shard
+from holdfast.errors import BadInput
 
 
 class MergeRule(NamedTuple):
@@ -79,3 +80,20 @@ class Flat:
             if (kind := self.containers.get(name[:end])) is not None:
                 return (*self.path(name[:end]), kind(name[end + 1 :]))
         return (name,)
+
+
+def check_names(leaves: Sequence[Leaf]) -> None:
+    """Raise BadInput if two leaves have the same name."""
+    seen: dict[str, Leaf] = {}
+    for leaf in leaves:
+        if isinstance(leaf.value, Rest):
+            continue
+        # Several Shards of one tensor share its name; anything else would overwrite the other.
+        if leaf.name in seen and not (
+            isinstance(leaf.value, Shard) and isinstance(seen[leaf.name].value, Shard)
+        ):
+            raise BadInput(
+                f"Two values of the state have the name {leaf.name!r} (path elements are joined by dots); "
+                "rename one."
+            )
+        seen[leaf.name] = leaf

@@ -69,6 +69,26 @@ def has_tensors(value: object) -> bool:
     return isinstance(value, list | tuple) and any(has_tensors(v) for v in value)
 
 
+def refuse_circle(state: object) -> None:
+    """Raise BadInput if a dict, list or tuple of the state contains itself."""
+    above: dict[int, str] = {}
+    """The containers that the present one lies in, with their names."""
+    done: set[int] = set()
+    todo: list[tuple[str, object, bool]] = [("", state, False)]
+    while todo:
+        name, value, is_over = todo.pop()
+        if is_over:
+            del above[id(value)]
+            done.add(id(value))
+        elif id(value) in above:
+            whole = f"as {above[id(value)]!r}" if above[id(value)] else "as the state itself"
+            raise BadInput(f"The state contains itself: {name!r} is the same object {whole}.")
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in done:
+            above[id(value)] = name
+            parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+            todo += [(name, value, True), *((join(name, key), part, False) for key, part in parts)]
+
+
 def is_nested(state: StateDict, parameter: torch.Tensor) -> bool:
     """Return whether a parameter's state is more than a flat dict of plain values. None counts as more,
     because it may stand for a value of any kind."""
