@@ -6,7 +6,8 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,22 +97,34 @@ def test_the_embedded_index_is_listed_in_the_header_as_it_was_written(
     assert "'__holdfast__'" in found["damage"][0]["problem"]
 
 
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("closed", ["index.safetensors", "data/*"])
 def test_what_this_user_may_not_read_is_not_called_damaged(kept: Path, run: Run, closed: str) -> None:
     assert run("verify", kept).exit_code == 0  # imports what the other user may not reach
     place = Path(tempfile.mkdtemp(dir="/dev/shm"))  # nor may it reach pytest's folders
+    alone, among = place / "alone", place / "among"
     try:
         place.chmod(0o755)
-        step = Path(shutil.copytree(kept, place / "run" / "step-00000007"))
-        for path in step.glob(closed):
-            path.chmod(0)
-        os.seteuid(65534)
-        try:
-            results = [run("verify", step), run("verify", step, "--quick"), run("verify", place / "run")]
-            shown = run("inspect", place / "run").stdout
-        finally:
-            os.seteuid(0)
+        for step in (alone / "step-00000007", *(among / f"step-0000000{number}" for number in (6, 7, 8))):
+            shutil.copytree(kept, step)
+            for path in step.glob(closed) if step.name == "step-00000007" else ():
+                path.chmod(0)
+        with as_nobody():
+            step = alone / "step-00000007"
+            results = [run("verify", step), run("verify", step, "--quick"), run("verify", alone)]
+            shown, others = run("inspect", alone).stdout, run("verify", among)
+        shutil.rmtree(among / "step-00000006" / "data")
+        with as_nobody():
+            damaged = run("verify", among)
     finally:
         shutil.rmtree(place)
     for found in results:
@@ -120,6 +133,11 @@ def test_what_this_user_may_not_read_is_not_called_damaged(kept: Path, run: Run,
         assert "Give this user the right" in found.stderr
     assert "damaged" not in shown
     assert ("not known: Opening" in shown) == (closed == "index.safetensors")
+    said = [line.partition(": ")[2] for line in others.stdout.splitlines()]
+    assert [words.partition(" (")[0].partition(":")[0] for words in said] == ["whole", "whole", "not known"]
+    assert (others.exit_code, damaged.exit_code) == (2, 1)
+    assert "damaged, " in damaged.stdout
+    assert "not known: " in damaged.stdout
 
 
 def test_quick_sees_headers_and_embedded_indexes(checkpoint: Path, run_json: Json) -> None:

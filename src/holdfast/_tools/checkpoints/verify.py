@@ -9,7 +9,7 @@ These are checked:
 
 These checks cover every byte of a checkpoint, so any flipped bit is reported. Damage of one file never hides
 that of another: an unreadable part is a finding, and the check continues. But where storage does not answer,
-for a lack of rights or in an outage, the check ends with that error: what is not known is not called damaged.
+for a lack of rights or in an outage, the check of that step ends: what is not known is not called damaged.
 """
 
 from __future__ import annotations
@@ -55,25 +55,47 @@ class Verified(msgspec.Struct, frozen=True):
     damage: tuple[Damage, ...]
 
 
+class NotChecked(msgspec.Struct, frozen=True):
+    """A step that storage did not let this process read, so that whether it is damaged is not known."""
+
+    path: str
+    problem: str
+
+
 class VerifiedRun(msgspec.Struct, frozen=True):
     """The findings of the committed steps of a run."""
 
     path: str
     whole: bool
+    """Whether all steps were checked, and are whole."""
     steps: tuple[Verified, ...]
+    not_checked: tuple[NotChecked, ...] = ()
 
 
 def verify(
     path: Folder, quick: bool = False, threads: int = 1, progress: ReportProgress = lambda done, total: None
 ) -> Verified | VerifiedRun:
-    """Check a checkpoint, or every committed step of a run folder. Raises NotCommitted if there is none."""
+    """Check a checkpoint, or every committed step of a run folder.
+
+    Raises NotCommitted if there is none, StorageError if storage lets none of them be read.
+    """
     store, is_run = checkpoint_or_run(path)
     steps: list[Verified] = []
+    refused: dict[str, HoldfastError] = {}
     # Without steps of other formats, because these have no digests.
     for step in [store.child(folder) for folder in own_steps(store).values()] if is_run else [store]:
-        with closing(Pin(step)):
-            if not is_run or step.stat(INDEX) is not None:  # not removed as an old one since it was listed
-                steps.append(_verify(step, quick, threads, progress))
+        try:
+            with closing(Pin(step)):
+                if (
+                    not is_run or step.stat(INDEX) is not None
+                ):  # not removed as an old one since it was listed
+                    steps.append(_verify(step, quick, threads, progress))
+        except HoldfastError as error:
+            if not is_unanswered(error):
+                raise
+            refused[step.url] = error
+    if not steps and refused:
+        raise next(iter(refused.values()))
     if not is_run:
         return steps[0]
     if not steps:  # nothing was checked, so don't report it as intact
@@ -81,7 +103,9 @@ def verify(
             f"{store.url} has no committed step of Holdfast's to check.",
             hint="`holdfast inspect` shows what there is.",
         )
-    return VerifiedRun(store.url, all(step.whole for step in steps), tuple(steps))
+    not_checked = tuple(NotChecked(url, error.message) for url, error in refused.items())
+    is_whole = not not_checked and all(step.whole for step in steps)
+    return VerifiedRun(store.url, is_whole, tuple(steps), not_checked)
 
 
 def _verify(store: Store, quick: bool, threads: int, progress: ReportProgress) -> Verified:

@@ -27,16 +27,24 @@ def command(path: str, quick: bool, threads: int, as_json: bool) -> None:
     """Re-read a checkpoint and report all damage.
 
     PATH may be a run folder: then all committed steps are checked. Exit code 1 if anything is
-    damaged.
+    damaged, 2 if nothing is, but storage did not let all of it be read.
     """
     with progress("verifying") as bar:
         report = verify(path, quick, threads, bar)
-    output.report(report, as_json, _show, report.whole)
+    output.report(report, as_json, _show, all(step.whole for step in _steps(report)))
+    if not report.whole:
+        click.get_current_context().exit(2)
+
+
+def _steps(report: Verified | VerifiedRun) -> tuple[Verified, ...]:
+    return (report,) if isinstance(report, Verified) else report.steps
 
 
 def _show(report: Verified | VerifiedRun) -> None:
-    for step in (report,) if isinstance(report, Verified) else report.steps:
+    for step in _steps(report):
         _show_step(step)
+    for one in () if isinstance(report, Verified) else report.not_checked:
+        output.say(f"{one.path}: not known: {one.problem}")
 
 
 def _show_step(report: Verified) -> None:
