@@ -1,4 +1,4 @@
-"""A bucket on a server of its own, behind a proxy that injects faults; its names are those of the tests."""
+"""A bucket on a server, behind a proxy that injects faults; its names are those of the files and the tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast._core.store import pins
 from tests.support.object_servers import BUCKET, Proxy, moto, s3_environment
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[int]:
     with moto() as port:
         yield port
@@ -33,7 +33,8 @@ def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> str:
     """A folder of the test's own."""
-    return f"s3://{BUCKET}/{re.sub('[^a-z0-9_]+', '-', request.node.name.lower())}"
+    name = f"{request.path.stem}-{request.node.name.lower()}"
+    return f"s3://{BUCKET}/{re.sub('[^a-z0-9_]+', '-', name)}"
 
 
 @pytest.fixture
