@@ -86,9 +86,8 @@ def verify(
     for step in [store.child(folder) for folder in own_steps(store).values()] if is_run else [store]:
         try:
             with closing(Pin(step)):
-                if (
-                    not is_run or step.stat(INDEX) is not None
-                ):  # not removed as an old one since it was listed
+                # Of a run, a step may have been removed as an old one since it was listed.
+                if not is_run or step.stat(INDEX) is not None:
                     steps.append(_verify(step, quick, threads, progress))
         except HoldfastError as error:
             if not is_unanswered(error):
