@@ -41,6 +41,7 @@ from holdfast._watch.dumps import read_roll_call
 from holdfast._watch.evidence import Frame, GroupOperation, Rank, SourceLine, Stack
 from holdfast._watch.own_stacks import OwnEvidence
 from holdfast._watch.shared_call import ask_for_call
+from holdfast.errors import RosterLost
 from tests.support.cpu_time import cpu_seconds
 from tests.support.processes import ProcessWorld
 from tests.support.waiting import wait_until
@@ -338,7 +339,7 @@ def stops_in_a_collective(rank: int, folder: Path) -> list[str]:
 
     logging.getLogger("holdfast").addHandler(Note())
     holdfast.install("torch-dcp")
-    group = dist.new_group(timeout=timedelta(seconds=20))
+    group = dist.new_group(timeout=timedelta(seconds=40))
     calls = install._current.roll_call
     assert calls is not None
     wait_until(lambda: calls._host is not None, 60)
@@ -354,19 +355,53 @@ def test_ranks_that_can_not_call_the_roll_say_who_hosts_the_message_store(tmp_pa
     """A process that is stopped answers nobody, and its ranks' store neither."""
     with ProcessWorld(3, store_host="rank 0") as world:
         world.start(stops_in_a_collective, tmp_path)
-        wait_until(lambda: all((tmp_path / f"told-{rank}").exists() for rank in (1, 2)), 60)
+        wait_until(lambda: all((tmp_path / f"told-{rank}").exists() for rank in (1, 2)), 120)
         pid = world.pid(0)
         world.signal(0, signal.SIGCONT)
         told = [result.get() for result in world.collect(60)]
     assert told[0] == []
     host = f"It is in the process of rank 0 (pid {pid} on host {socket.gethostname()}): it is stopped by a signal (state T)."
     for said in told[1:]:
-        (silence,) = [text for text in said if "message store" in text]
+        (silence,) = [text for text in said if "no roll can be called" in text]
         assert re.match(
-            r"A collective has taken 1\d of 20 s, and no roll can be called: the message store has not ",
+            r"A collective has taken [23]\d of 40 s, and no roll can be called: the message store has not ",
             silence,
         )
         assert silence.endswith(host)
+
+
+class Unreachable(MemoryRoster):
+    """A roster whose reads fail while `is_silent`."""
+
+    is_silent = True
+
+    def get(self, keys: Sequence[str]) -> list[Message | None]:
+        if self.is_silent:
+            raise RosterLost("The message store can't be reached (reading: timed out).")
+        return super().get(keys)
+
+
+def test_one_read_that_fails_is_no_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have been this process that was stopped in it."""
+    roster = Unreachable(0, 2)
+    calls = roll_call.RollCall(roster)
+    monkeypatch.setattr(calls._pending, "too_long", lambda: (10.0, 20.0))
+    monkeypatch.setattr(calls, "_call", lambda *_: None)
+    for is_silent, told in (
+        (True, 0),
+        (False, 0),
+        (True, 0),
+        (True, 1),
+        (True, 1),
+        (False, 1),
+        (True, 1),
+        (True, 2),
+    ):
+        roster.is_silent = is_silent
+        calls.beat()
+        assert caplog.text.count("the message store has not answered for 0 s.") == told
 
 
 def test_a_rank_shows_itself_soon_after_install() -> None:

@@ -165,7 +165,6 @@ class RollCall:
         roster = self._roster()
         if self._thread is not None and self._thread.is_alive():
             return
-        began = time.monotonic()
         try:
             if roster is not None:
                 self._look(roster.bounded().base(), beacon_of(roster))
@@ -173,7 +172,6 @@ class RollCall:
             if error.details.get("destroyed"):
                 roster = None
             elif not is_foreign(error):
-                self._silent_since = self._silent_since or began
                 self._tell_silence(error)
         except Exception as error:  # it would recur at every beat
             log.warning("Roll calls end here: %s: %s", type(error).__name__, error)
@@ -208,6 +206,10 @@ class RollCall:
 
     def _tell_silence(self, error: RosterLost) -> None:
         """Say, once, that a collective takes too long, and that the message store does not answer."""
+        if not self._silent_since:
+            # This process may have been stopped while it waited for the answer: the next look decides.
+            self._silent_since = time.monotonic()
+            return
         waited = None if self._is_silence_told else self._pending.too_long()
         if waited is None:
             return
