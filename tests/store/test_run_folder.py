@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from click.testing import CliRunner
 
 import holdfast
 from holdfast._core.io.old_steps import remove_step
@@ -24,6 +26,7 @@ from holdfast._core.store.run_folder import refuse_other_checkpoints
 from holdfast._tools.checkpoints.inspect import Run, describe
 from holdfast._tools.checkpoints.prune import prune
 from holdfast._tools.checkpoints.verify import VerifiedRun, verify
+from holdfast._tools.cli import cli
 from holdfast.errors import BadInput, StorageError
 from tests.protocol.test_protocol import ranks
 from tests.support.threads import on_ranks
@@ -386,6 +389,22 @@ def test_a_fresh_start_says_what_lies_there(
     assert [record.getMessage() for record in caplog.records] == [
         f"No step is restored from {tmp_path / run}, so the run starts fresh: {words.format(tmp_path=tmp_path)}"
     ]
+
+
+def test_a_fresh_start_beside_data_whose_index_is_gone_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of steps that a copy of the run lacks the indexes of, say: the hint restores one."""
+    for step in (3, 7):
+        ours(tmp_path / f"step-0000000{step}", float(step))
+        (tmp_path / f"step-0000000{step}" / "index.safetensors").unlink()
+    assert restored(tmp_path) == (None, 0.0)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert said.startswith(f"No step is restored from {tmp_path}, so the run starts fresh: ")
+    found = re.search(r"`holdfast reindex (\S+)` may recover it", said)
+    assert found is not None
+    assert CliRunner().invoke(cli, ["reindex", found[1]]).exit_code == 0
+    assert restored(tmp_path) == (7, 7.0)
 
 
 def test_a_folder_that_may_not_be_listed_hinders_no_fresh_start(

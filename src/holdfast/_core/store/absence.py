@@ -68,6 +68,16 @@ def explain_fresh_start(store: Store) -> str:
     return f"{fresh}: the folder " + (f"holds {shown}{more}." if names else "is empty.")
 
 
+def uncommitted_data(store: Store) -> str:
+    """Return the newest step folder of a run without a committed step that holds data of a save; "" if there
+    is none."""
+    removed = removed_steps(store)
+    for _, folder in all_step_folders(store)[: -_SHOWN - 1 : -1]:
+        if folder not in removed and any(map(is_named_by_save, store.list(f"{folder}/{DATA}"))):
+            return folder
+    return ""
+
+
 def _near(store: Store) -> str:
     """Name the folder with the most similar name: the path may be mistyped."""
     if not capabilities(store).reopens:
