@@ -88,14 +88,15 @@ def agree_on_newest(run: Store, source: Store | None, call: Call, rejected: tupl
             )
         if source is None:
             fresh = explain_fresh_start(run)
-            if (folder := uncommitted_data(run)) == "":
-                log.info("%s", fresh)
-            else:
+            folder = uncommitted_data(run)
+            if folder:
                 log.warning(
                     "%s %s holds data of a save that was never committed, or whose index is gone: `holdfast "
-                    "reindex %s/%s` may recover it, while no save has removed it.",
+                    "reindex %s/%s` may recover it, as long as no save has removed it.",
                     *(fresh, folder, run.url, folder),
                 )
+            else:
+                log.info("%s", fresh)
             return None
         for step, folder in newest_steps(source, 1).items():
             return step, folder, False

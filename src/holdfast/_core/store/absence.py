@@ -72,7 +72,7 @@ def uncommitted_data(store: Store) -> str:
     """Return the newest step folder of a run without a committed step that holds data of a save; "" if there
     is none."""
     removed = removed_steps(store)
-    for _, folder in all_step_folders(store)[: -_SHOWN - 1 : -1]:
+    for _, folder in sorted(all_step_folders(store), reverse=True)[:_SHOWN]:
         if folder not in removed and any(map(is_named_by_save, store.list(f"{folder}/{DATA}"))):
             return folder
     return ""

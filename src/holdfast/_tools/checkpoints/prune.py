@@ -183,9 +183,10 @@ class _Sweep:
         gone = {item.path for item in self.removed}  # left-overs: in a dry run they are still there
         going = ours[: max(len(ours) - keep, 0)]
         linked = linked_steps(self.store)
-        for folder in filter(linked.__contains__, going):
-            self.skipped.append(Skipped(folder, f"the link {linked[folder]} leads to it"))
-        going = [folder for folder in going if folder not in linked]
+        self.skipped += [
+            Skipped(one, f"the link {linked[one]} leads to it") for one in going if one in linked
+        ]
+        going = [one for one in going if one not in linked]
         stays = set[str]().union(*(names for one, names in self.referred.items() if one not in going))
         for folder in going:
             if folder in self.busy:
