@@ -113,7 +113,15 @@ def test_a_writer_that_the_system_does_not_start(
 def test_a_program_that_embeds_python_is_told_what_it_lacks(
     executable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "executable", executable)
-    pending = holdfast.async_save({"w": torch.ones(3)}, tmp_path / "step", job=holdfast.Job(no_dist=True))
-    with pytest.raises(NotStarted, match=r"sys\.executable, the path of this Python, is not set"):
-        pending.committed(60)
+    job = holdfast.Job(no_dist=True)
+    with holdfast.Checkpoints(
+        tmp_path, job=job, on_failure="warn"
+    ) as checkpoints:  # with a writer of its own
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", executable)
+            pending = checkpoints.save(1, {"w": torch.ones(3)})
+            assert pending is not None
+            with pytest.raises(NotStarted, match=r"sys\.executable, the path of this Python, is not set"):
+                pending.committed(60)
+        checkpoints.save(2, {"w": torch.ones(3)})
+    assert checkpoints.steps() == [2]
