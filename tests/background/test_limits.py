@@ -114,9 +114,8 @@ def test_a_program_that_embeds_python_is_told_what_it_lacks(
     executable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = holdfast.Job(no_dist=True)
-    with holdfast.Checkpoints(
-        tmp_path, job=job, on_failure="warn"
-    ) as checkpoints:  # with a writer of its own
+    # With a writer of its own, which is not started yet.
+    with holdfast.Checkpoints(tmp_path, job=job, on_failure="warn") as checkpoints:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", executable)
             pending = checkpoints.save(1, {"w": torch.ones(3)})

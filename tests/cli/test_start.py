@@ -98,7 +98,7 @@ DATA = {"holdfast._core.io.file_reader", "holdfast._core.format.plain_objects"}
         ("--help", 24, 124, {"numpy", "msgspec", "holdfast._core.store", "holdfast.errors"}),
         ("latest", 50, 159, {"numpy", "holdfast._core.format.index"}),
         ("inspect", 160, 284, DATA),
-        ("inspect an object", 177, 303, set()),
+        ("inspect an object", 176, 302, set()),
     ],
 )
 def test_what_is_imported_at_the_start(

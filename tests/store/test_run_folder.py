@@ -386,9 +386,8 @@ def test_a_fresh_start_says_what_lies_there(
 
     with caplog.at_level(logging.INFO, "holdfast"):
         assert on_ranks(2, restore) == [None, None]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"No step is restored from {tmp_path / run}, so the run starts fresh: {words.format(tmp_path=tmp_path)}"
-    ]
+    said = f"No step is restored from {tmp_path / run}, so the run starts fresh: {words.format(tmp_path=tmp_path)}"
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(logging.INFO, said)]
 
 
 def test_a_fresh_start_beside_data_whose_index_is_gone_is_a_warning(
@@ -413,11 +412,13 @@ def test_a_folder_that_may_not_be_listed_hinders_no_fresh_start(
     real = os.scandir
 
     def scandir(path: Any) -> Any:
-        if Path(path) == tmp_path:
+        if Path(path) in (tmp_path, tmp_path / "run" / "step-00000003" / "data"):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return real(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
+    assert restored(tmp_path / "run") == (None, 0.0)
+    (tmp_path / "run" / "step-00000003" / "data").mkdir(parents=True)
     assert restored(tmp_path / "run") == (None, 0.0)
 
 

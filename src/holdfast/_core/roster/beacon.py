@@ -189,12 +189,9 @@ class Beacon:
             self._beats += 1
             beat = self._beats
         records = {key: presence.record() for (_, key), presence in operations.items()}
+        serves = self._serves_store()
         return msgspec.to_builtins(  # type: ignore[no-any-return]
-            Vitals(
-                *(who, records, last, beat, time.time(), self.watch.hears(), reads_for),
-                serves=self._serves_store(),
-                ended=self.ended,
-            )
+            Vitals(who, records, last, beat, time.time(), self.watch.hears(), reads_for, serves, self.ended)
         )
 
     def _serves_store(self) -> bool:

@@ -14,7 +14,7 @@ from holdfast._core.protocol.call import Call
 from holdfast._core.protocol.operation import agree
 from holdfast._core.ready import ready
 from holdfast._core.run.local_tier import LocalTier
-from holdfast._core.store.absence import explain_fresh_start, uncommitted_data
+from holdfast._core.store.absence import explain_fresh_start
 from holdfast._core.store.base import Store
 from holdfast._core.store.run_folder import newest_steps, refuse_other_checkpoints, step_of
 from holdfast.errors import BadInput
@@ -87,16 +87,8 @@ def agree_on_newest(run: Store, source: Store | None, call: Call, rejected: tupl
                 hint="Give the same start_from on all ranks.",
             )
         if source is None:
-            fresh = explain_fresh_start(run)
-            folder = uncommitted_data(run)
-            if folder:
-                log.warning(
-                    "%s %s holds data of a save that was never committed, or whose index is gone: `holdfast "
-                    "reindex %s/%s` may recover it, as long as no save has removed it.",
-                    *(fresh, folder, run.url, folder),
-                )
-            else:
-                log.info("%s", fresh)
+            level, text = explain_fresh_start(run)
+            log.log(level, "%s", text)
             return None
         for step, folder in newest_steps(source, 1).items():
             return step, folder, False

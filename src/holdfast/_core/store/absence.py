@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,11 +50,12 @@ def nothing_there(store: Store) -> NotCommitted:
     return NotCommitted(f"{store.url} holds no committed checkpoint: {why}.", hint=hint)
 
 
-def explain_fresh_start(store: Store) -> str:
-    """Describe the contents of a run folder without checkpoints, for a run that starts from scratch."""
+def explain_fresh_start(store: Store) -> tuple[int, str]:
+    """Describe the contents of a run folder without checkpoints, for a run that starts from scratch. Return
+    the level of the log, too: data without an index is a warning."""
     fresh = f"No step is restored from {store.url}, so the run starts fresh"
     if store.stat() is None:
-        return f"{fresh}: the folder does not exist{_near(store)}."
+        return logging.INFO, f"{fresh}: the folder does not exist{_near(store)}."
     names = [name for name in store.list() if name not in (OWNER, LEFT, f"{REMOVED}/")]
     removed = removed_steps(store)
 
@@ -65,16 +67,23 @@ def explain_fresh_start(store: Store) -> str:
 
     shown = ", ".join(map(described, names[:_SHOWN]))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{fresh}: the folder " + (f"holds {shown}{more}." if names else "is empty.")
+    text = f"{fresh}: the folder " + (f"holds {shown}{more}." if names else "is empty.")
+    folder = _uncommitted_data(store, removed)
+    if not folder:
+        return logging.INFO, text
+    return logging.WARNING, (
+        f"{text} {folder} holds data without an index: its save was never committed, or the index is gone. "
+        f"`holdfast reindex {store.url}/{folder}` may recover it, until a later save removes it."
+    )
 
 
-def uncommitted_data(store: Store) -> str:
-    """Return the newest step folder of a run without a committed step that holds data of a save; "" if there
-    is none."""
-    removed = removed_steps(store)
+def _uncommitted_data(store: Store, removed: set[str]) -> str:
+    """Return the newest step folder with data of a save, of a run without a committed step; "" if there is
+    none, or none that this user may list."""
     for _, folder in sorted(all_step_folders(store), reverse=True)[:_SHOWN]:
-        if folder not in removed and any(map(is_named_by_save, store.list(f"{folder}/{DATA}"))):
-            return folder
+        with suppress(HoldfastError):
+            if folder not in removed and any(map(is_named_by_save, store.list(f"{folder}/{DATA}"))):
+                return folder
     return ""
 
 

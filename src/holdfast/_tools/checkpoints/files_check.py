@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from holdfast._core.base.values import ReportProgress
-from holdfast._core.existing.target import number
+from holdfast._core.existing.target import is_unanswered, number
 from holdfast._core.format.columns import Array, Columns, unpad
 from holdfast._core.format.container import Header, HeaderEntry, read_header
 from holdfast._core.format.digest import digest
@@ -28,7 +28,6 @@ from holdfast._core.io.index_file import embedded_index
 from holdfast._core.io.on_threads import on_threads
 from holdfast._core.layout.tensor import DTYPES
 from holdfast._core.store.base import NotFound, Reader, Store
-from holdfast._tools.checkpoints.unanswered import is_unanswered
 from holdfast.errors import CorruptCheckpoint, HoldfastError
 
 BATCH = 4 << 20

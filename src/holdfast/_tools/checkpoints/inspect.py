@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from holdfast._core.base.values import Json, natural
-from holdfast._core.existing.target import checkpoint_or_run, moment, number
+from holdfast._core.existing.target import checkpoint_or_run, is_unanswered, moment, number
 from holdfast._core.format.columns import Array, Columns
 from holdfast._core.format.index import Index
 from holdfast._core.format.names import DATA, INDEX, METADATA, split_reference
@@ -32,7 +32,6 @@ from holdfast._core.store.run_folder import (
     removed_steps,
     step_folders,
 )
-from holdfast._tools.checkpoints.unanswered import is_unanswered
 from holdfast.errors import HoldfastError, NotCommitted
 
 OURS = "Holdfast"

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from holdfast._core.base.values import ReportProgress
-from holdfast._core.existing.target import checkpoint_or_run, number
+from holdfast._core.existing.target import checkpoint_or_run, is_unanswered, number
 from holdfast._core.format.columns import Columns, unpad
 from holdfast._core.format.container import read_header
 from holdfast._core.format.digest import digest
@@ -35,7 +35,6 @@ from holdfast._core.store.base import Folder, Reader, Store
 from holdfast._core.store.pins import Pin
 from holdfast._core.store.run_folder import own_steps
 from holdfast._tools.checkpoints.files_check import Damage, FilesCheck
-from holdfast._tools.checkpoints.unanswered import is_unanswered
 from holdfast.errors import HoldfastError, NotCommitted
 
 
