@@ -36,6 +36,7 @@ docs/test_recipes.py
 groups/session/test_session.py
 frameworks/huggingface/test_in_frameworks.py
 protocol/test_liveness.py
+run/test_local_tier.py
 frameworks/megatron_bridge/test_bridge.py
 groups/session/test_after_end.py
 frameworks/megatron/test_checkpointing.py
@@ -72,6 +73,11 @@ system/test_crash.py
 docs/test_model.py
 cli/test_run.py
 loading/test_readers.py
+frameworks/test_install.py
+store/test_objects.py
+watch/test_roll_call.py
+frameworks/huggingface/test_adapters.py
+views/test_rank_share.py
 """
 """Files that take longest begin first, or one of them would be what a worker has left to do while the others are done.
 Those that compute stand between those that wait, or all workers would import frameworks at once."""

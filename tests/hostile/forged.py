@@ -288,6 +288,7 @@ def _child(places: dict[str, str]) -> Iterator[tuple[str, str, str]]:
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + HEADROOM, used + HEADROOM))
+    gc.freeze()  # or each collection would go through all that torch has imported
     for name, place in places.items():
         try:
             if name.startswith("restore"):

@@ -209,7 +209,13 @@ def lose_all(copy: Path) -> None:
     shutil.rmtree(copy.parents[1])
 
 
-@pytest.mark.parametrize("harm", [flip, cut_short, lose_data, garble_index, lose_index, lose_all])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        *(flip, lose_index, lose_all),
+        *(pytest.param(harm, marks=pytest.mark.soak) for harm in (cut_short, lose_data, garble_index)),
+    ],
+)
 def test_after_damage_on_one_host_the_newest_whole_step_is_restored(
     cluster: Cluster, harm: Callable[[Path], None]
 ) -> None:
@@ -302,7 +308,7 @@ def go_back(rank: int, run: str, folder: str, hosts: int, to: int, step: int) ->
         checkpoints.save(step, jobs.state_of(step, rank, 4))
 
 
-@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("leaves", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_a_start_that_went_back_is_followed_before_its_step_is_durable(
     cluster: Cluster, leaves: bool
 ) -> None:
@@ -386,7 +392,7 @@ def test_a_copy_that_goes_on_from_a_damaged_step_is_restored(cluster: Cluster) -
     assert cluster.restore()[:2] == (3, LOCAL)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{"])
+@pytest.mark.parametrize("content", [pytest.param(None, marks=pytest.mark.soak), b"{"])
 def test_a_folder_whose_file_was_lost_is_known_by_its_copies(cluster: Cluster, content: bytes | None) -> None:
     cluster.save(1)
     cluster.save_locally(2)

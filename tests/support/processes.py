@@ -34,6 +34,8 @@ from tests.support.forkservers import SharedForkServer
 BASE = (
     *("torch", "torch.distributed", "torch.distributed.tensor"),
     *("holdfast._core.run.checkpoints", "holdfast._frameworks.install"),
+    # What most jobs import: their modules have tests, too.
+    *("pytest", "safetensors.torch", "encodings.idna"),
 )
 PRELOAD = [*BASE]
 _servers: dict[str, SharedForkServer] = {}

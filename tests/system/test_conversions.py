@@ -203,7 +203,7 @@ def others(tmp_path: Path, sources: Path) -> Iterator[None]:
 
 
 every_case = pytest.mark.parametrize("case", CASES)
-every_call = pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.soak)])
+every_call = pytest.mark.parametrize("every", [19, pytest.param(1, marks=pytest.mark.soak)])
 """Of the calls that change something, so many-th ones are tried."""
 
 

@@ -17,7 +17,7 @@ from tests.frameworks.fsdp.moe import Layout
 from tests.support.processes import ProcessWorld
 from tests.system.checks import errors_of, same_everywhere
 
-STEPS = 10
+STEPS = 4
 SAVED = Layout(8, ep=2)
 
 
