@@ -330,6 +330,29 @@ def test_storage_that_fails_at_any_call(
     assert ends
 
 
+def killed(case: str, sources: Path, out: Path, number: int) -> set[Path]:
+    """Return the data files that a process leaves which dies before its call of that number."""
+    assert converted(case, sources, out, number) != 0
+    return set(out.glob("data/*"))
+
+
+@pytest.mark.parametrize("case", ["import torch_dist", "import hf"])
+def test_leftovers_that_can_not_be_deleted_are_told_and_go_with_the_next_call(
+    case: str, sources: Path, tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "new" / "out"
+    # Killed as soon as its data file has a name, before the index.
+    left = next(found for number in range(12, 99, 2) if (found := killed(case, sources, out, number)))
+    faults.arm(errno.EIO, 1, FOREVER, only=("unlink",))
+    CASES[case].convert(sources, out)
+    assert CASES[case].look(sources, out)
+    assert f"1 file left by an interrupted call in {out} could not be deleted: Deleting" in caplog.text
+    assert left < set(out.glob("data/*"))
+    faults.disarm()
+    end(case, sources, out)
+    assert not left & set(out.glob("data/*"))
+
+
 # -- folders of others ----------------------------------------------------------------------------------------
 
 

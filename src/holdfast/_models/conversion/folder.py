@@ -8,11 +8,12 @@ comes last, is put in place only if there is none.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 
 import msgspec
 
+from holdfast._core.base.values import amount
 from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.format.names import DATA
 from holdfast._core.io.small_files import read_file
@@ -21,6 +22,8 @@ from holdfast._core.store.publishing import HIDDEN
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.published_model import read_config
 from holdfast.errors import BadInput, HoldfastError
+
+log = logging.getLogger("holdfast")
 
 
 def read_files(base: Store, names: Iterable[str]) -> dict[str, bytes]:
@@ -80,7 +83,17 @@ def left_in(out: Store, is_mine: Callable[[str], bool], known: Collection[str], 
 
 
 def delete(out: Store, paths: Sequence[str]) -> None:
-    """Delete leftovers of interrupted calls, as far as storage allows."""
+    """Delete leftovers of interrupted calls; log a warning about those that storage does not delete."""
+    errors = list[HoldfastError]()
     for path in paths:
-        with suppress(HoldfastError):
+        try:
             out.delete(path)
+        except HoldfastError as error:
+            errors.append(error)
+    if errors:
+        log.warning(
+            "%s left by an interrupted call in %s could not be deleted: %s The same call again tries again.",
+            amount(len(errors), "file"),
+            out.url,
+            errors[0].message,
+        )
