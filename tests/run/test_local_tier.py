@@ -52,15 +52,15 @@ class Worlds:
 
 
 class Cluster:
-    """Hosts with two ranks each, and a run."""
+    """Hosts with some ranks each, and a run."""
 
-    def __init__(self, folder: Path, worlds: Worlds, hosts: int = 2) -> None:
-        self.folder, self.hosts, self.worlds = folder, hosts, worlds
+    def __init__(self, folder: Path, worlds: Worlds, hosts: int = 2, each: int = 1) -> None:
+        self.folder, self.hosts, self.each, self.worlds = folder, hosts, each, worlds
         self.run = str(folder / "run")
 
     def start(self, job: Callable[..., Any], *args: Any, ranks: int = 0, hosts: int = 0) -> list[Any]:
         hosts = hosts or self.hosts
-        return self.worlds.run(ranks or 2 * hosts, job, self.run, str(self.folder), hosts, *args)
+        return self.worlds.run(ranks or self.each * hosts, job, self.run, str(self.folder), hosts, *args)
 
     def save(self, *steps: int, **how: Any) -> list[Any]:
         return [result.get() for result in self.start(jobs.save_steps, [*steps], how)]
@@ -108,27 +108,33 @@ def cluster(tmp_path: Path, worlds: Worlds) -> Cluster:
     return Cluster(tmp_path, worlds)
 
 
+@pytest.fixture
+def pairs(tmp_path: Path, worlds: Worlds) -> Cluster:
+    """Two ranks on each host."""
+    return Cluster(tmp_path, worlds, each=2)
+
+
 LOCAL, RUN = {"host-0", "host-1"}, {"run"}
 
 
-def test_a_save_is_committed_on_the_hosts_and_then_in_the_run(cluster: Cluster) -> None:
-    for rank, (steps, _) in enumerate(cluster.save(1, 2)):
-        assert [(cluster.short(first), cluster.short(then)) for first, then in steps] == [
+def test_a_save_is_committed_on_the_hosts_and_then_in_the_run(pairs: Cluster) -> None:
+    for rank, (steps, _) in enumerate(pairs.save(1, 2)):
+        assert [(pairs.short(first), pairs.short(then)) for first, then in steps] == [
             (f"host-{rank // 2}", "run")
         ] * 2
-    cluster.worlds.close()  # the processes that restore are others than those that saved
-    step, where, said = cluster.restore()
+    pairs.worlds.close()  # the processes that restore are others than those that saved
+    step, where, said = pairs.restore()
     assert (step, where) == (2, LOCAL)
     assert [line for line in said if "restored" in line] == [
-        f"Step 2 is restored, from {cluster.copies(0)[0]} and the other local folders."
+        f"Step 2 is restored, from {pairs.copies(0)[0]} and the other local folders."
     ]
-    assert [len(cluster.copies(host)) for host in (0, 1)] == [1, 1], "of durable steps the newest stays"
+    assert [len(pairs.copies(host)) for host in (0, 1)] == [1, 1], "of durable steps the newest stays"
 
 
-def test_a_host_holds_each_of_its_replicas_once(cluster: Cluster) -> None:
-    cluster.save(1)
+def test_a_host_holds_each_of_its_replicas_once(pairs: Cluster) -> None:
+    pairs.save(1)
     for host in (0, 1):
-        [copy] = cluster.copies(host)
+        [copy] = pairs.copies(host)
         with holdfast.open(copy) as opened:
             mine = [f"mine@{rank}.{key}" for rank in (2 * host, 2 * host + 1) for key in ("rank", "step")]
             assert sorted(opened) == ["lr", *mine, "pair", "same", "shard"]
@@ -147,12 +153,12 @@ def test_a_copy_is_verified_as_a_part(cluster: Cluster) -> None:
         assert not verify(copy).whole
 
 
-def test_a_part_of_a_step_is_refused_by_a_load_that_needs_more(cluster: Cluster) -> None:
-    cluster.save(1)
+def test_a_part_of_a_step_is_refused_by_a_load_that_needs_more(pairs: Cluster) -> None:
+    pairs.save(1)
     with pytest.raises(holdfast.errors.MissingTensors, match="was made for the ranks of one host"):
-        holdfast.load({"shard": torch.zeros(12, 5)}, cluster.copies(0)[0], job=ALONE)
+        holdfast.load({"shard": torch.zeros(12, 5)}, pairs.copies(0)[0], job=ALONE)
     with pytest.raises(BadInput):  # and the folder is no run
-        holdfast.latest(cluster.copies(0)[0].parent)
+        holdfast.latest(pairs.copies(0)[0].parent)
 
 
 def test_a_step_that_did_not_get_durable_is_restored_from_the_hosts(cluster: Cluster) -> None:
@@ -241,15 +247,15 @@ def test_a_damaged_copy_of_a_durable_step_is_passed_over_for_the_step_in_the_run
     assert any("Step 1 can't be restored from local folders" in line for line in said)
 
 
-def test_a_damaged_step_of_the_run_is_restored_from_the_hosts(cluster: Cluster) -> None:
-    cluster.save(1, 2)
-    flip(Path(cluster.run) / "step-00000002")
-    assert cluster.restore()[:2] == (2, LOCAL)
-    garble_index(Path(cluster.run) / "step-00000002")
-    assert cluster.restore()[:2] == (2, LOCAL)
-    cluster.start(restore_and_save, [3])
-    assert not (Path(cluster.run) / LEFT).exists(), "the run has not gone back"
-    assert cluster.restore()[:2] == (3, LOCAL)
+def test_a_damaged_step_of_the_run_is_restored_from_the_hosts(pairs: Cluster) -> None:
+    pairs.save(1, 2)
+    flip(Path(pairs.run) / "step-00000002")
+    assert pairs.restore()[:2] == (2, LOCAL)
+    garble_index(Path(pairs.run) / "step-00000002")
+    assert pairs.restore()[:2] == (2, LOCAL)
+    pairs.start(restore_and_save, [3])
+    assert not (Path(pairs.run) / LEFT).exists(), "the run has not gone back"
+    assert pairs.restore()[:2] == (3, LOCAL)
 
 
 def test_hosts_that_have_changed_places(cluster: Cluster) -> None:
@@ -273,18 +279,18 @@ def test_a_copy_of_another_hosts_folder_is_not_taken(cluster: Cluster) -> None:
     assert [len(cluster.copies(host)) for host in (0, 1)] == [1, 1], "what was copied is removed"
 
 
-def test_the_run_goes_on_elsewhere_and_comes_back(cluster: Cluster) -> None:
+def test_the_run_goes_on_elsewhere_and_comes_back(pairs: Cluster) -> None:
     """What the first hosts have beyond the step from which others went on is no part of the run any more."""
-    cluster.save(1)
-    cluster.save_locally(2, 3)
+    pairs.save(1)
+    pairs.save_locally(2, 3)
     for host in (0, 1):
-        (cluster.folder / f"host-{host}").rename(cluster.folder / f"away-{host}")
-    assert cluster.restore()[:2] == (1, RUN)
-    cluster.start(restore_and_save, [2])
+        (pairs.folder / f"host-{host}").rename(pairs.folder / f"away-{host}")
+    assert pairs.restore()[:2] == (1, RUN)
+    pairs.start(restore_and_save, [2])
     for host in (0, 1):
-        shutil.rmtree(cluster.folder / f"host-{host}")
-        (cluster.folder / f"away-{host}").rename(cluster.folder / f"host-{host}")
-    step, where, _ = cluster.restore()
+        shutil.rmtree(pairs.folder / f"host-{host}")
+        (pairs.folder / f"away-{host}").rename(pairs.folder / f"host-{host}")
+    step, where, _ = pairs.restore()
     assert (step, where) == (2, RUN), "step 2 of the others, not step 3, nor its own step 2"
 
 
@@ -295,11 +301,11 @@ def restore_and_save(rank: int, run: str, folder: str, hosts: int, steps: list[i
             checkpoints.save(step, jobs.state_of(step, rank, 4))
 
 
-def test_a_start_that_goes_back_is_followed(cluster: Cluster) -> None:
-    cluster.save(1)
-    cluster.save_locally(5)
-    [result.get() for result in cluster.start(go_back, 1, 2)]
-    assert cluster.restore()[:2] == (2, LOCAL)
+def test_a_start_that_goes_back_is_followed(pairs: Cluster) -> None:
+    pairs.save(1)
+    pairs.save_locally(5)
+    [result.get() for result in pairs.start(go_back, 1, 2)]
+    assert pairs.restore()[:2] == (2, LOCAL)
 
 
 def go_back(rank: int, run: str, folder: str, hosts: int, to: int, step: int) -> None:
@@ -309,28 +315,26 @@ def go_back(rank: int, run: str, folder: str, hosts: int, to: int, step: int) ->
 
 
 @pytest.mark.parametrize("leaves", [pytest.param(True, marks=pytest.mark.soak), False])
-def test_a_start_that_went_back_is_followed_before_its_step_is_durable(
-    cluster: Cluster, leaves: bool
-) -> None:
+def test_a_start_that_went_back_is_followed_before_its_step_is_durable(pairs: Cluster, leaves: bool) -> None:
     """Killed before its durable save has noted which steps the run leaves behind, and after."""
-    cluster.save(1, 2, 3)
+    pairs.save(1, 2, 3)
 
     def save(*steps: int, to: int | None = None) -> None:
-        cluster.save_locally(*steps, to=to, leaves=leaves)
+        pairs.save_locally(*steps, to=to, leaves=leaves)
         if not leaves:
-            (Path(cluster.run) / LEFT).unlink(missing_ok=True)
+            (Path(pairs.run) / LEFT).unlink(missing_ok=True)
 
     save(2, to=1)
-    assert cluster.restore()[:2] == (2, LOCAL), "not the durable step 3, which was left behind"
+    assert pairs.restore()[:2] == (2, LOCAL), "not the durable step 3, which was left behind"
     save(3)
-    assert cluster.restore()[:2] == (3, LOCAL), "nor a durable step of the same number"
+    assert pairs.restore()[:2] == (3, LOCAL), "nor a durable step of the same number"
     save(4)
-    assert cluster.restore()[:2] == (4, LOCAL)
+    assert pairs.restore()[:2] == (4, LOCAL)
     # Whatever becomes of the copies: nothing of the steps that were left behind counts as the newest.
-    cluster.start(restore_and_save, [5])
+    pairs.start(restore_and_save, [5])
     for host in (0, 1):
-        shutil.rmtree(cluster.folder / f"host-{host}")
-    assert [step_of(name) for name in newest_steps(LocalStore(cluster.run), 4).values()] == [5, 1, 3, 2]
+        shutil.rmtree(pairs.folder / f"host-{host}")
+    assert [step_of(name) for name in newest_steps(LocalStore(pairs.run), 4).values()] == [5, 1, 3, 2]
 
 
 def test_a_step_that_was_removed_from_the_run_does_not_come_back(cluster: Cluster) -> None:
@@ -342,12 +346,12 @@ def test_a_step_that_was_removed_from_the_run_does_not_come_back(cluster: Cluste
     assert cluster.restore()[0] is None, "nor one that was saved after it"
 
 
-def test_a_job_that_removes_a_step_goes_on(cluster: Cluster) -> None:
+def test_a_job_that_removes_a_step_goes_on(pairs: Cluster) -> None:
     """What it saves afterwards is no part of what it has removed."""
-    cluster.save(1, 2)
-    assert {result.died for result in cluster.start(delete_and_save, 2, 3)} == {-9}
-    jobs.hold(str(cluster.folder)).unlink()
-    assert cluster.restore()[:2] == (3, LOCAL)
+    pairs.save(1, 2)
+    assert {result.died for result in pairs.start(delete_and_save, 2, 3)} == {-9}
+    jobs.hold(str(pairs.folder)).unlink()
+    assert pairs.restore()[:2] == (3, LOCAL)
 
 
 def delete_and_save(rank: int, run: str, folder: str, hosts: int, removed: int, step: int) -> None:
@@ -436,12 +440,12 @@ def delete(rank: int, run: str, folder: str, hosts: int, step: int) -> None:
 def test_another_number_of_ranks(tmp_path: Path, worlds: Worlds) -> None:
     """Of one host that has all of a step, any ranks restore it. Parts of several hosts are for those who saved
     them: others get the durable step."""
-    one = Cluster(tmp_path / "one", worlds, hosts=1)
+    one = Cluster(tmp_path / "one", worlds, hosts=1, each=2)
     one.folder.mkdir()
     one.save_locally(1)
     [found] = [result.get() for result in one.start(jobs.restore_parts, 2, ranks=1)]
     assert (found[0], found[1], one.short(found[2])) == (1, True, "host-0")
-    two = Cluster(tmp_path / "two", worlds)
+    two = Cluster(tmp_path / "two", worlds, each=2)
     two.folder.mkdir()
     two.save(1)
     two.save_locally(2)
@@ -449,15 +453,15 @@ def test_another_number_of_ranks(tmp_path: Path, worlds: Worlds) -> None:
         assert (found[0], found[1], two.short(found[2])) == (1, True, "run")
 
 
-def test_a_name_that_a_part_lacks_may_be_elsewhere(cluster: Cluster) -> None:
+def test_a_name_that_a_part_lacks_may_be_elsewhere(pairs: Cluster) -> None:
     """Also a load that is not strict takes no part for the whole."""
-    cluster.save(1)
-    for kept, path in [result.get() for result in cluster.start(restore_more)]:
+    pairs.save(1)
+    for kept, path in [result.get() for result in pairs.start(restore_more)]:
         assert kept == 5.0
-        assert cluster.short(path) == "run"
-    for mine, path in [result.get() for result in cluster.start(restore_others)]:
+        assert pairs.short(path) == "run"
+    for mine, path in [result.get() for result in pairs.start(restore_others)]:
         assert mine == [1, 1]
-        assert cluster.short(path) == "run"
+        assert pairs.short(path) == "run"
 
 
 def restore_more(rank: int, run: str, folder: str, hosts: int) -> tuple[float, str]:
@@ -498,12 +502,12 @@ def save_and_restore_with_rule(rank: int, run: str, folder: str, hosts: int) -> 
 
 
 @pytest.mark.parametrize("who", [range(4), [3]])
-def test_uneven_shards_of_several_hosts_are_saved_to_the_run(cluster: Cluster, who: Any) -> None:
+def test_uneven_shards_of_several_hosts_are_saved_to_the_run(pairs: Cluster, who: Any) -> None:
     """Also if only one rank knows that they are uneven."""
-    for path, right in [result.get() for result in cluster.start(save_uneven, list(who))]:
-        assert cluster.short(path) == "run"
+    for path, right in [result.get() for result in pairs.start(save_uneven, list(who))]:
+        assert pairs.short(path) == "run"
         assert right
-    one = Cluster(cluster.folder / "one", cluster.worlds, hosts=1)
+    one = Cluster(pairs.folder / "one", pairs.worlds, hosts=1, each=2)
     one.folder.mkdir()
     for path, right in [result.get() for result in one.start(save_uneven, [1])]:
         assert one.short(path) == "host-0"
@@ -558,34 +562,34 @@ def test_steps_that_are_not_durable_stay_on_the_hosts(cluster: Cluster) -> None:
     assert [len(cluster.copies(host)) for host in (0, 1)] == [1, 1]
 
 
-def test_a_step_that_one_host_can_not_hold_is_saved_to_the_run(cluster: Cluster) -> None:
-    jobs.full(str(cluster.folder), 1).touch()
-    found = cluster.save(1)
-    assert [[cluster.short(path) for path in paths] for (paths,), _ in found] == [["run", "run"]] * 4
+def test_a_step_that_one_host_can_not_hold_is_saved_to_the_run(pairs: Cluster) -> None:
+    jobs.full(str(pairs.folder), 1).touch()
+    found = pairs.save(1)
+    assert [[pairs.short(path) for path in paths] for (paths,), _ in found] == [["run", "run"]] * 4
     said = [line for _, lines in found for line in lines]
     [line] = [line for line in said if "not in the local folders" in line]
     assert "rank 2" in line
     assert "No space is left." in line
-    jobs.full(str(cluster.folder), 1).unlink()
-    assert cluster.restore()[:2] == (1, RUN)
+    jobs.full(str(pairs.folder), 1).unlink()
+    assert pairs.restore()[:2] == (1, RUN)
 
 
-def test_a_folder_that_can_not_be_used_is_done_without(cluster: Cluster) -> None:
-    (cluster.folder / "host-1").write_text("a file")
-    found = cluster.save(1)
-    assert [[cluster.short(path) for path in paths] for (paths,), _ in found] == [["run", "run"]] * 4
+def test_a_folder_that_can_not_be_used_is_done_without(pairs: Cluster) -> None:
+    (pairs.folder / "host-1").write_text("a file")
+    found = pairs.save(1)
+    assert [[pairs.short(path) for path in paths] for (paths,), _ in found] == [["run", "run"]] * 4
     assert sum("local= is not used" in line for _, lines in found for line in lines) == 1
-    assert cluster.restore()[:2] == (1, RUN)
+    assert pairs.restore()[:2] == (1, RUN)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 @pytest.mark.parametrize("how", ["read-only", "full"])
-def test_a_folder_that_can_only_be_read_is_restored_from(cluster: Cluster, how: str) -> None:
+def test_a_folder_that_can_only_be_read_is_restored_from(pairs: Cluster, how: str) -> None:
     """One that is mounted read-only, or has no byte left."""
-    cluster.save(1)
-    cluster.save_locally(2)
-    folder = cluster.folder / "host-1"
-    away = folder.rename(cluster.folder / "away")
+    pairs.save(1)
+    pairs.save_locally(2)
+    folder = pairs.folder / "host-1"
+    away = folder.rename(pairs.folder / "away")
     folder.mkdir()
     with tmpfs(folder):
         shutil.copytree(away, folder, dirs_exist_ok=True)
@@ -594,16 +598,16 @@ def test_a_folder_that_can_only_be_read_is_restored_from(cluster: Cluster, how: 
         else:
             used = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
             remount(folder, f"size={used}")
-        step, where, said = cluster.restore()
+        step, where, said = pairs.restore()
         assert (step, where) == (2, LOCAL)
         assert sum("local= is used to restore only, so saves go to" in line for line in said) == 1
-        found = cluster.save(3)
-        assert [[cluster.short(path) for path in paths] for (paths,), _ in found] == [["run", "run"]] * 4
-        assert cluster.restore()[:2] == (3, RUN)
+        found = pairs.save(3)
+        assert [[pairs.short(path) for path in paths] for (paths,), _ in found] == [["run", "run"]] * 4
+        assert pairs.restore()[:2] == (3, RUN)
 
 
-def test_on_busy_counts_the_saves_that_are_not_durable(cluster: Cluster) -> None:
-    for skipped, committed, said in [result.get() for result in cluster.start(lag)]:
+def test_on_busy_counts_the_saves_that_are_not_durable(pairs: Cluster) -> None:
+    for skipped, committed, said in [result.get() for result in pairs.start(lag)]:
         assert skipped == [False, False, True]
         assert committed == [1, 2]
         assert "was not durable within 0.5 s" in said
@@ -630,8 +634,8 @@ def lag(rank: int, run: str, folder: str, hosts: int) -> tuple[list[bool], list[
     return found, checkpoints.steps(), said
 
 
-def test_a_synchronous_save_returns_when_the_hosts_have_it(cluster: Cluster) -> None:
-    assert [result.get() for result in cluster.start(save_synchronously)] == [(False, [1])] * 4
+def test_a_synchronous_save_returns_when_the_hosts_have_it(pairs: Cluster) -> None:
+    assert [result.get() for result in pairs.start(save_synchronously)] == [(False, [1])] * 4
 
 
 def save_synchronously(rank: int, run: str, folder: str, hosts: int) -> tuple[bool, list[int]]:
@@ -799,9 +803,9 @@ def test_a_process_does_not_end_well_whose_last_step_is_not_durable(tmp_path: Pa
     assert "The step is committed in the local folders of all hosts." in done.stderr
 
 
-def test_saves_in_flight_meet_their_own(cluster: Cluster) -> None:
+def test_saves_in_flight_meet_their_own(pairs: Cluster) -> None:
     """Ranks may be at different saves when they ask whether all hosts have one."""
-    for found in [result.get() for result in cluster.start(save_fast)]:
+    for found in [result.get() for result in pairs.start(save_fast)]:
         assert found == ["/host-"] * 12
 
 

@@ -46,6 +46,17 @@ class SlowToGo:
         sleep(self.seconds)
 
 
+class SlowToKill(multiprocessing.get_context("fork").Process):  # type: ignore[misc, name-defined]
+    """A child whose parent computes right after its kill, and so offers the GIL to its main thread, which waits for
+    the child."""
+
+    def kill(self) -> None:
+        super().kill()
+        ends = time.monotonic() + 0.5
+        while time.monotonic() < ends:
+            pass
+
+
 def after_the_session(mode: str, rank: int, folder: str, job: holdfast.Job) -> None:
     """One session on all ranks, whose bound is short; then what `mode` says."""
     gc.unfreeze()  # an interpreter whose finalisation is looked at ends as others do
@@ -162,7 +173,7 @@ def _hold(mode: str, seconds: float = LONG) -> None:
     elif mode == "handler":
         atexit.register(time.sleep, seconds)
     elif mode == "child":
-        multiprocessing.get_context("fork").Process(target=time.sleep, args=(seconds,)).start()
+        SlowToKill(target=time.sleep, args=(seconds,)).start()
     elif mode == "is long in its finalisation":
         kept.append(SlowToGo(BEYOND))
     elif mode == "finalisation":

@@ -132,6 +132,8 @@ class _Bound:
         os._exit(EXIT_LATE)
 
 
+SWITCH_NO_MORE = 3600.0
+"""Seconds after which another thread may ask for the GIL."""
 _known: _Bound | None = None
 _lock = threading.Lock()
 
@@ -213,7 +215,10 @@ def _children() -> Iterator[str]:
 def _kill_children() -> None:
     """Kill the children of multiprocessing, which would stay.
 
-    They are not waited for: the main thread would go on to an exit code of its own."""
+    They are not waited for, and this thread keeps the GIL from now on: a main thread that waits for a child would
+    go on to an exit code of its own."""
     with suppress(Exception):
-        for child in multiprocessing.active_children():
+        children = multiprocessing.active_children()
+        sys.setswitchinterval(SWITCH_NO_MORE)
+        for child in children:
             child.kill()
