@@ -4,6 +4,7 @@ no save is called failed that is committed."""
 from __future__ import annotations
 
 import errno
+import logging
 import shutil
 import threading
 from collections import Counter
@@ -81,8 +82,9 @@ def on_ranks(world: int, job: Callable[[MemoryRoster], object]) -> list[str]:
             ends[rank] = "saved"
         except CommitUnconfirmed:
             ends[rank] = "unconfirmed"
-        except HoldfastError:
+        except HoldfastError as error:
             ends[rank] = "failed"
+            logging.getLogger("holdfast").info("rank %d failed: %r", rank, error)  # shown where the test fails
         except BaseException as error:
             ends[rank] = repr(error)
 
