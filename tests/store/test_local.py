@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from holdfast._core.store import filesystem
 from holdfast._core.store.base import VERSION_BYTES, NotFound, Store, storage_errors
 from holdfast._core.store.filesystem import lock
 from holdfast._core.store.local import WRITEBACK, LocalStore, open_store
@@ -83,6 +84,15 @@ def test_every_folder_made_on_the_way_has_a_durable_name(recorder: Recorder, sto
     for made, parent in (("run", "."), ("run/data", "run")):
         at = recorder.at("mkdir", made)
         assert ("fsync", parent) in recorder.calls[at:]
+
+
+def test_folders_are_made_however_long_storage_takes_to_say_that_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(filesystem, "VANISHING", 0.0)
+    store = LocalStore(tmp_path / "new" / "step")
+    put(store, "data/x", b"one")
+    assert content(store, "data/x") == b"one"
 
 
 @pytest.mark.parametrize("replace", [False, True])

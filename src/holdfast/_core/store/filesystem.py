@@ -273,7 +273,7 @@ def create_file(path: str, access: int) -> int:
     A failed save may remove its empty folders at the same time; then they are created again. They are synced
     after the file is in them, because non-empty folders are not removed.
     """
-    ends = REAL_CLOCK.now() + min(VANISHING, PATIENCE)
+    ends: float | None = None
     grown: list[str] = []
     while True:
         try:
@@ -281,7 +281,10 @@ def create_file(path: str, access: int) -> int:
             fd = os.open(path, access | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             break
         except (FileNotFoundError, NotADirectoryError):
-            if REAL_CLOCK.now() >= ends:
+            # Never at the first failure: storage may have taken long to say that there is no folder.
+            if ends is None:
+                ends = REAL_CLOCK.now() + min(VANISHING, PATIENCE)
+            elif REAL_CLOCK.now() >= ends:
                 raise
         with suppress(FileNotFoundError):  # removed again meanwhile
             grown += make_folders(os.path.dirname(path))

@@ -215,8 +215,8 @@ def _children() -> Iterator[str]:
 def _kill_children() -> None:
     """Kill the children of multiprocessing, which would stay.
 
-    They are not waited for, and this thread keeps the GIL from now on: a main thread that waits for a child would
-    go on to an exit code of its own."""
+    They are not waited for, and this thread keeps the GIL from now on: a main thread that waits for a child
+    would go on to an exit code of its own."""
     with suppress(Exception):
         children = multiprocessing.active_children()
         sys.setswitchinterval(SWITCH_NO_MORE)
