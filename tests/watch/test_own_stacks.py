@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 import holdfast
 from holdfast._core.roster import memory
@@ -19,10 +20,13 @@ from holdfast._core.roster.beacon import beacon_of
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call
-from holdfast._watch.evidence import OPERATION, Frame, GroupOperation, Rank, SourceLine, Stack
+from holdfast._watch.evidence import OPERATION, Evidence, Frame, GroupOperation, Rank, SourceLine, Stack
 from holdfast._watch.own_stacks import OwnEvidence, stacks_here
-from holdfast._watch.positions import position_among
+from holdfast._watch.places import known_of
+from holdfast._watch.positions import is_held, position_among
+from holdfast._watch.verdict import Why
 from holdfast.testing import Board, MemoryRoster
+from tests.support.processes import ProcessWorld
 from tests.support.waiting import wait_until
 
 
@@ -159,3 +163,64 @@ def test_a_main_thread_at_its_exit_is_told_from_one_in_its_program() -> None:
         f"joins False True False {raised}",
         f"handler True True False {raised}",
     ]
+
+
+def receives_two_at_one_line(rank: int) -> list[tuple[Stack, ...]]:
+    """Rank 0 is looked at twice in each of two messages."""
+    store = dist.distributed_c10d._get_default_store()
+    seen: list[tuple[Stack, ...]] = []
+
+    def look() -> None:
+        before = ""
+        for number in range(2):
+            wait_until(lambda: stacks_here()[0].names.get("message", before) != before)  # noqa: B023
+            seen.extend((stacks_here(), stacks_here()))
+            before = seen[-1][0].names["message"]
+            store.set(f"seen {number}", "")
+
+    if rank == 0:
+        other = threading.Thread(target=look)
+        other.start()
+    for number in range(2):
+        if rank == 0:
+            dist.recv(torch.ones(1), 1)
+        else:
+            store.wait([f"seen {number}"])
+            dist.send(torch.ones(1), 0)
+    if rank == 0:
+        other.join()
+    return seen
+
+
+def test_a_loop_that_receives_at_one_line_goes_on_from_message_to_message() -> None:
+    with ProcessWorld(2) as world:
+        first, same, another, _ = world.run(receives_two_at_one_line)[0]
+    for later, stays in ((same, True), (another, False)):
+        rank = Rank(0, stacks=first, later=later, busy=0.0)
+        assert later[0].calls == first[0].calls
+        assert is_held(rank, position_among(rank.stacks)) is stays
+        (told,) = known_of(Evidence({0: rank}), [0])
+        assert ("at both looks" in told.text) is stays
+        assert ("and moves: later there in another call" in told.text) is not stays
+
+
+def test_ranks_at_both_ends_of_a_message_are_no_circle() -> None:
+    def at(way: str, peer: int, tag: int) -> Rank:
+        names = {"peer": str(peer), "tag": str(tag), "of": "0", "message": "1"}
+        torchs = Frame(way, "torch/distributed/distributed_c10d.py", 9)
+        stack = Stack(
+            "MainThread", (torchs, Frame("step", "train.py", 3)), SourceLine("roll call"), names, "7"
+        )
+        return Rank(1 - peer, stacks=(stack,), later=(stack,), busy=0.0)
+
+    def why(tag: int, way: str = "recv") -> Why | None:
+        return diagnose(Evidence({0: at("send", 1, 1), 1: at(way, 0, tag)}, world_size=2)).why
+
+    assert why(1) is None  # a long message
+    other = why(2)
+    assert other is not None
+    assert other.kind == "cycle"
+    assert "send with rank 1 under tag 1, rank 1 waits in recv with rank 0 under tag 2" in other.summary
+    both_send = why(1, "send")
+    assert both_send is not None
+    assert both_send.kind == "cycle"

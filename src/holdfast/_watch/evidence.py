@@ -68,7 +68,8 @@ class Stack(msgspec.Struct, frozen=True):
     source: SourceLine
     names: dict[str, str] = {}
     """Known arguments: `group_name` and `members` of a group being opened, and `peer`, the peer of a `recv`
-    or `send`, or the source of a broadcast."""
+    or `send`, or the source of a broadcast. Of a `recv` or `send` also its `tag`, the group that it is `of`,
+    and the number of the `message` in its process."""
     ident: str = ""
     """The thread's ID, as in the flight record of its process."""
 

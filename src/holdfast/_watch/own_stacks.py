@@ -6,8 +6,10 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from itertools import count
 from types import FrameType
 
 import msgspec
@@ -39,6 +41,9 @@ _OPENS = "_new_process_group_helper"
 """torch's function that creates a process group."""
 _OF_A_PEER = {"send", "recv", "broadcast"}
 """torch's functions that wait for one rank."""
+_messages: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+"""Numbers of the messages that were seen: torch has none, and a loop is at one line in each of them."""
+_numbers = count(1)
 
 
 def stacks_here() -> tuple[Stack, ...]:
@@ -92,8 +97,20 @@ def _names(frames: Iterable[FrameType]) -> dict[str, str]:
             if not isinstance(peer, int) and isinstance(local, int):
                 with suppress(ValueError, RuntimeError):  # the group is destroyed
                     peer = dist.get_global_rank(known.get("group") or dist.group.WORLD, local)  # type: ignore[arg-type]
-            return {"peer": str(peer)} if isinstance(peer, int) else {}
+            return {"peer": str(peer), **_message(known)} if isinstance(peer, int) else {}
     return {}
+
+
+def _message(known: Mapping[str, object]) -> dict[str, str]:
+    """Return what tells a message from others, by the variables of `send` or `recv`."""
+    work, tag = known.get("work"), known.get("tag")
+    found = {"tag": str(tag)} if isinstance(tag, int) else {}
+    group = known.get("group") or dist.group.WORLD
+    found["of"] = str(getattr(group, "group_name", ""))
+    with suppress(TypeError):  # no weak reference to it
+        if work is not None:
+            found["message"] = str(_messages.get(work) or _messages.setdefault(work, next(_numbers)))
+    return found
 
 
 def _variables(frame: FrameType) -> Mapping[str, object]:

@@ -7,7 +7,15 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
 from holdfast._watch.evidence import Evidence, Rank, is_of_a_library
-from holdfast._watch.positions import BUSY, Position, later_of, position_among, position_of, positions_of
+from holdfast._watch.positions import (
+    BUSY,
+    Position,
+    is_another_call,
+    later_of,
+    position_among,
+    position_of,
+    positions_of,
+)
 from holdfast._watch.verdict import RankPlace, listed
 
 MOVED = 1 << 16
@@ -84,6 +92,8 @@ def _facts(rank: Rank) -> Iterator[str]:
     where = f"{_does(one)} at {one.call}{inner}"
     if later is None:
         yield where
+    elif later.calls == one.stack.calls and is_another_call(one.stack, later):
+        yield f"{where}, and moves: later there in another call"
     elif later.calls == one.stack.calls:
         yield f"{where}, at both looks"
     else:

@@ -128,6 +128,12 @@ def later_of(rank: Rank, stack: Stack) -> Stack | None:
     return next(iter(same or (rank.later if stack is rank.stacks[0] else ())), None)
 
 
+def is_another_call(stack: Stack, later: Stack) -> bool:
+    """Return whether a thread sends or receives another message, or opens another group, at the second look:
+    a loop is at one line in all of them."""
+    return any(stack.names.get(what) != later.names.get(what) for what in ("message", "group_name"))
+
+
 BUSY = 0.2
 """CPU use above which a thread counts as busy."""
 
@@ -159,7 +165,7 @@ def is_held(rank: Rank, one: Position) -> bool:
     if not one.is_blocked or not rank.later:
         return one.is_blocked
     later = later_of(rank, one.stack)
-    if later is None:
+    if later is None or is_another_call(one.stack, later):
         return False
     again = position_of(later)
     again = again if again.is_blocked else position_among(rank.later)

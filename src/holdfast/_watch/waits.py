@@ -157,9 +157,12 @@ class Waits:
         if thread in self.of or not is_held(seen, position):
             return
         group, name, absent = "", "", set[int]()
-        messages = {"send", "recv"} & {call.function for call in position.stack.calls}
-        if messages and names.get("peer", "").isdecimal():
-            name, absent = f"{min(messages)} with rank {names['peer']}", {int(names["peer"])}
+        way = _way(position.stack)
+        if way and names.get("peer", "").isdecimal():
+            if self._is_met(seen.rank, way, names):
+                return  # it is on its way, which may take long
+            tag = f" under tag {names['tag']}" if names.get("tag", "0") != "0" else ""
+            name, absent = f"{way} with rank {names['peer']}{tag}", {int(names["peer"])}
         elif seen.rank in self._opens and names.get("members"):
             # Absent: members that are creating another group. Other members may have created this one.
             name, group = "opening", names["group_name"]
@@ -169,6 +172,15 @@ class Waits:
         if absent:
             operation = GroupOperation(group, UNKNOWN, name, "started", position.stack.source)
             self.of[thread] = Wait(thread, group, operation, frozenset(absent))
+
+    def _is_met(self, rank: int, way: str, names: dict[str, str]) -> bool:
+        """Return whether a thread of the peer is in the other end of a message."""
+        peer = self._evidence.ranks.get(int(names["peer"]))
+        for stack in peer.stacks if peer is not None else ():
+            same = all(names.get(what) == stack.names.get(what) for what in ("tag", "of"))
+            if same and stack.names.get("peer") == str(rank) and {way, _way(stack)} == {"send", "recv"}:
+                return True
+        return False
 
     def _blocked_thread(self, rank: Rank, one: GroupOperation) -> tuple[str, bool] | None:
         """Return the thread that is blocked in an operation, and whether that is certain; None if no thread
@@ -224,6 +236,11 @@ class Waits:
                 return [self.of[one] for one in way[way.index(thread) :]]
             over.update(way)
         return []
+
+
+def _way(stack: Stack) -> str:
+    """Return `send` or `recv` of a thread that is in one, or ""."""
+    return next((call.function for call in stack.calls if call.function in ("send", "recv")), "")
 
 
 def _name(rank: Rank, stack: Stack) -> str:
