@@ -240,7 +240,7 @@ def test_memory_that_ended_before_the_timeouts(tmp_path: Path) -> None:
 def test_a_peer_that_has_closed_the_connection(how: str, tmp_path: Path) -> None:
     line = f"[rank2]: RuntimeError: [../gloo/transport/tcp/pair.cc:534] {how}"
     assert said(read(tmp_path, line)) == [
-        "rank 2 lost the connection to 10.0.0.1: a process there ended before it"
+        "rank 2 lost the connection to 10.0.0.1: a process there has closed it, at its end, or with its process group"
     ]
 
 

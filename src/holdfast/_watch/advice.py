@@ -150,8 +150,9 @@ def _errors(evidence: Evidence) -> Iterator[Observation]:
         is_first = end.source.line < first.get(end.source.file, 0)
         before = ", before the first timeout" if is_first else ""
         if (peer := _PEER.search(end.what)) is not None:
-            what = f"{whose} lost the connection to {peer[1]}: a process there ended before it"
-            yield Observation(what, end.source)
+            # Not always its end: `destroy_process_group` closes connections of a process that goes on.
+            how = "a process there has closed it, at its end, or with its process group"
+            yield Observation(f"{whose} lost the connection to {peer[1]}: {how}", end.source)
         elif end.is_cause and "out of memory" in end.what and (is_first or end.is_fatal):
             yield Observation(f"{whose} ran out of memory{before}", end.source)
         elif end.is_cause and end.is_fatal and is_first:
