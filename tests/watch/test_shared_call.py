@@ -222,4 +222,5 @@ def test_doctor_says_that_nobody_answers(tmp_path: Path, monkeypatch: pytest.Mon
     done = CliRunner().invoke(doctor.command, ["--all", str(tmp_path)])
     assert done.exit_code
     assert "No rank has answered" in str(done.exception)
-    assert "host of its message store has ended" in str(done.exception)
+    assert "nor once the host of the message store has ended" in str(done.exception)
+    assert "No rank answers in a job of one rank" in str(done.exception)

@@ -45,9 +45,10 @@ def command(ctx: click.Context, pid: int | None, folder: str | None, as_json: bo
         if not wait_for_answers(path, ANSWERED):
             raise BadInput(
                 f"No rank has answered in {path} within {ANSWERED:g} s.",
-                hint="Does the job call holdfast.install(), with HOLDFAST_ROLL_CALLS set to this folder? If "
-                "the host of its message store has ended (rank 0, or the launcher), no rank can answer: take "
-                "the stacks of each process (py-spy dump --pid PID > rank-N.txt) for holdfast diagnose.",
+                hint="Does the job call holdfast.install(), with HOLDFAST_ROLL_CALLS set to this folder? No "
+                "rank answers in a job of one rank, nor once the host of the message store has ended (rank "
+                "0, or the launcher): take the stacks of each process (py-spy dump --pid PID > rank-N.txt) "
+                "for holdfast diagnose.",
             )
         found = diagnose(read_all([path]))
         output.report(found, as_json, show, passed=found.who is not None or found.why is not None)
