@@ -239,3 +239,29 @@ def test_the_renaming_that_fits(
     wanted: list[str], names: list[str], mapping: dict[str, str], fits: int
 ) -> None:
     assert mapping_that_fits(wanted, names) == (mapping, fits)
+
+
+@pytest.mark.parametrize("optional", [False, True])
+@pytest.mark.parametrize("fresh", [None, {}, [], {"row": 0}, {"read": {}}])
+def test_a_value_of_this_rank_is_never_left_for_its_other_names(
+    fresh: Any, optional: bool, tmp_path: Path
+) -> None:
+    """`optional` is for a rank that is new. One that has saved would begin anew with its present value."""
+    saved = holdfast.PerRank({"read": {"rows": 17}} if fresh == {"read": {}} else {"read": 17}, optional)
+    holdfast.save({"w": torch.ones(2), "data": saved}, tmp_path / "it", job=ALONE)
+    state = {"w": torch.zeros(2), "data": holdfast.PerRank(fresh, optional)}
+    with pytest.raises(MissingTensors, match=r"'data@0") as error:
+        holdfast.load(state, tmp_path / "it", job=ALONE)
+    assert "no value of this rank" not in error.value.hint
+    if isinstance(fresh, dict) and fresh.get("row") is None:
+        assert "as holdfast.load(path, include=['data@0" in error.value.hint
+    else:
+        assert "other names, such as 'data@0.read'" in error.value.hint
+
+
+def test_an_optional_value_of_a_rank_may_have_got_a_new_part(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "data": holdfast.PerRank({"read": 17}, optional=True)}
+    holdfast.save(state, tmp_path / "it", job=ALONE)
+    state["data"] = holdfast.PerRank({"read": 0, "epoch": 1}, optional=True)
+    holdfast.load(state, tmp_path / "it", job=ALONE)
+    assert state["data"].value == {"read": 17, "epoch": 1}

@@ -160,6 +160,12 @@ def without_rank(name: str) -> str | None:
     return None if match is None else name[: match.start()] + name[match.end(1) :]
 
 
+def up_to_rank(name: str) -> str | None:
+    """Return the name of the whole value that belongs to a rank, with its rank; None if it is shared."""
+    match = _RANK.search(name)
+    return None if match is None else name[: match.end(1)]
+
+
 def name_of_chunk(name: str, offset: Sequence[object]) -> str:
     """Return the entry name, in a data file's header, of a part of a tensor that begins at `offset`."""
     return f"{name}@{','.join(map(str, offset))}"

@@ -96,7 +96,7 @@ class LazyStates:
         names = index.names()
         parts: list[tuple[Leaf, list[int]]] = []
         for leaf in lists:
-            first, stop = _under(names, leaf.name)
+            first, stop = under(names, leaf.name)
             keys = [name[len(leaf.name) + 1 :] for name in names[first:stop]]
             if are_of_a_list(keys, leaf.value):
                 leaf.optional = True  # it is stored in parts
@@ -134,7 +134,7 @@ class LazyStates:
         known = {leaf.name for leaf in self.leaves}
         states, selected = [], selector(patterns)
         for leaf in lazy:
-            first, stop = _under(names, leaf.name)
+            first, stop = under(names, leaf.name)
             start, takes = len(leaf.name) + 1, getattr(leaf.value, "takes", None)
             rows = [
                 row
@@ -307,7 +307,7 @@ class LazyStates:
         parents = {match[0][:-1] for match in matches if match is not None}
         known = {leaf.name for leaf in self.leaves}
         for parent in parents:
-            first, stop = _under(names, parent)
+            first, stop = under(names, parent)
             other = next((name for name in names[first:stop] if name not in known), None)
             if other is not None and is_selected(other, patterns):
                 raise MissingTensors(
@@ -330,7 +330,7 @@ def _address(parameter: torch.Tensor) -> int:
     return local.data_ptr() if local.numel() else local.untyped_storage().data_ptr()
 
 
-def _under(names: list[str], parent: str) -> tuple[int, int]:
+def under(names: list[str], parent: str) -> tuple[int, int]:
     """Return where the names under `parent` begin and end in a sorted list."""
     return bisect_left(names, f"{parent}."), bisect_left(names, f"{parent}/")  # the character after the dot
 
@@ -340,11 +340,11 @@ def refuse_empty(url: str, empty: list[str], index: Source) -> None:
     skipping the dicts would silently lose these values."""
     have = index.names() if empty else []
     for name in empty:
-        first, stop = _under(have, name)
+        first, stop = under(have, name)
         if first == stop:
             continue
         groups = f"{name.rpartition('.')[0]}.param_groups"
-        begin, end = _under(have, groups)
+        begin, end = under(have, groups)
         optimizer = index.find_one(groups) >= 0 or begin < end
         raise MissingTensors(
             f"{name!r} is empty in the state, but {url} holds {have[first]!r} and more under it.",
@@ -353,6 +353,6 @@ def refuse_empty(url: str, empty: list[str], index: Source) -> None:
             "of the load."
             if optimizer
             else "Give the values that are to be filled there, as the module's own state_dict() has them, or "
-            "leave it out of the load.",
+            f"as holdfast.load(path, include=[{name!r}]) returns them; or leave it out of the load.",
             details={"missing": [name]},
         )

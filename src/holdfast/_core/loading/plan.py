@@ -11,13 +11,14 @@ import torch
 from holdfast._core.base.values import Json
 from holdfast._core.format.columns import Array, Columns
 from holdfast._core.format.limits import bounded_memory
+from holdfast._core.format.names import up_to_rank
 from holdfast._core.io.file_reader import ReadPlan, plan_read
 from holdfast._core.io.renamed import moved
 from holdfast._core.io.source import ForeignSource, Source, rows_of
 from holdfast._core.layout.box import Box, whole
 from holdfast._core.layout.tensor import OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
 from holdfast._core.loading.filling import check_filled, refuse_expanded
-from holdfast._core.loading.lazy_state import LazyStates, refuse_empty
+from holdfast._core.loading.lazy_state import LazyStates, refuse_empty, under
 from holdfast._core.loading.numbers import add_wholes, not_exchanged
 from holdfast._core.loading.request import SKIP, LoadRequest
 from holdfast._core.loading.rest import remedy, renaming
@@ -30,10 +31,21 @@ from holdfast._core.state.memory import BytesMemory, TensorMemory, torch_dtype
 from holdfast._core.state.subclasses import is_dtensor
 from holdfast.errors import MissingTensors, ShapeMismatch
 
-_KEEP = (
-    "The checkpoint has no value of this rank; holdfast.PerRank(value, optional=True) keeps the present one, "
-    "holdfast.PerRank(value, merge=rule) makes one from those of the ranks that saved."
-)
+
+def _of_this_rank(example: str) -> str:
+    """Return the hint for values of this rank that the checkpoint lacks, if all that it lacks are such.
+
+    example: the name of a value of this rank that it holds instead; "": it holds none.
+    """
+    if example:
+        return (
+            f"It holds this rank's value with other names, such as {example!r}: give holdfast.PerRank a "
+            "value with the names that were saved. A loader in holdfast.TrainState(loader) may have others."
+        )
+    return (
+        "The checkpoint has no value of this rank; holdfast.PerRank(value, optional=True) keeps the present "
+        "one, holdfast.PerRank(value, merge=rule) makes one from those of the ranks that saved."
+    )
 
 
 class LoadPlan(NamedTuple):
@@ -101,6 +113,8 @@ def plan_load(
     rows = index.find([spec.name for spec in table.specs])
     of_row = [leaves[leaf] for leaf in owners]
     gone = [row for row in (rows < 0).nonzero()[0].tolist() if not of_row[row].optional]
+    otherwise, example = _stored_otherwise(index, table, rows, of_row)
+    gone = sorted({*gone, *otherwise})
     wholes: dict[int, list[int]] = {}
     if gone:
         before = len(table)
@@ -109,7 +123,7 @@ def plan_load(
         of_row = [leaves[leaf] for leaf in owners]
         parts = {leaf for some in wholes.values() for leaf in some}
         gone = [row for row in gone if owners[row] not in parts]
-    missing, rows_asked = _check_missing(request, index, table, of_row, gone)
+    missing, rows_asked = _check_missing(request, index, table, of_row, gone, example)
     # Read only this part of the index: of 100,000 tensors a rank usually requests few.
     keep = [row for row in (rows >= 0).nonzero()[0].tolist() if row not in others]
     found, position = np.unique(rows[keep], return_inverse=True)
@@ -181,11 +195,46 @@ def plan_load(
     )
 
 
+def _stored_otherwise(
+    index: Source, table: ShardTable, rows: Array, of_row: list[Leaf]
+) -> tuple[list[int], str]:
+    """Return rows of values of this rank (`PerRank`) that the checkpoint lacks, but of which it holds the
+    value of this rank under other names; and one of these names.
+
+    Such a rank is not new: it would go on with its present value in place of the one that it has saved.
+    """
+    private: dict[str, list[int]] = {}
+    for row, leaf in enumerate(of_row):
+        if leaf.private and (top := up_to_rank(leaf.name)) is not None:
+            private.setdefault(top, []).append(row)
+    absent = {top: [row for row in some if rows[row] < 0] for top, some in private.items()}
+    if not any(absent.values()):
+        return [], ""
+    have = index.names()
+    found, example = list[int](), ""
+    for top, some in absent.items():
+        first, stop = under(have, top)
+        if some and first < stop:
+            example = example or have[first]
+            # Of a value that is there in part, only what has become a subtree is lost: other names are new.
+            whole = len(some) == len(private[top])
+            found += [row for row in some if whole or _has_under(have, of_row[row].name)]
+    return found, example
+
+
+def _has_under(names: list[str], parent: str) -> bool:
+    first, stop = under(names, parent)
+    return first < stop
+
+
 def _check_missing(
-    request: LoadRequest, index: Source, table: ShardTable, of_row: list[Leaf], gone: list[int]
+    request: LoadRequest, index: Source, table: ShardTable, of_row: list[Leaf], gone: list[int], example: str
 ) -> tuple[list[str], int]:
     """Raise MissingTensors for rows that the checkpoint lacks, if the load is strict. Return their names, and
-    the number of rows that are not empty containers."""
+    the number of rows that are not empty containers.
+
+    example: the name of a value of this rank that the checkpoint holds, in place of some of them.
+    """
     empty = [table.specs[row].name for row in gone if of_row[row].is_empty()]
     refuse_empty(request.store.url, empty, index)
     names = list(dict.fromkeys(table.specs[row].name for row in gone if not of_row[row].is_empty()))
@@ -203,7 +252,7 @@ def _check_missing(
             f"{listed(names, say, most=3 if found else 10)}.",
             hint=found
             or _quantized({table.specs[row].name: of_row[row] for row in gone}, have)
-            or (_KEEP if all(of_row[row].private for row in gone) else "")
+            or (_of_this_rank(example) if all(of_row[row].private for row in gone) else "")
             or f"It holds {index.tensors} names; leave these out of the load, or pass {request.lenient} to "
             "load the others.",
             details={"missing": names[:100]},
