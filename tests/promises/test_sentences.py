@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,28 @@ def test_an_argument_of_the_wrong_type_is_one_sentence(words: str, tmp_path: Pat
     with pytest.raises(BadInput, match=words):
         WRONG[words](tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", ["save", "restore", "job", "timeout", "participants", "keep", "include"])
+def test_a_state_in_the_wrong_place_is_not_printed(call: str, tmp_path: Path) -> None:
+    """Of a real model that would be megabytes, which all ranks write into the log."""
+    model: Any = nn.Sequential(*(nn.Linear(40, 40) for _ in range(30)))
+    state: Any = {"model": model, "weights": model.state_dict()}
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: holdfast.Checkpoints(tmp_path).save(state, 1),  # type: ignore[arg-type]
+        "restore": lambda: holdfast.Checkpoints(tmp_path).restore(1, state),  # type: ignore[arg-type]
+        "job": lambda: holdfast.save({"w": 1}, tmp_path, job=state),
+        "timeout": lambda: holdfast.Job(timeout=state),
+        "participants": lambda: holdfast.Job(participants=[state]).ranks(),
+        "keep": lambda: holdfast.Checkpoints(tmp_path, keep=state),
+        "include": lambda: holdfast.save({"w": 1}, tmp_path, include=model),
+    }
+    with pytest.raises(BadInput) as error:
+        calls[call]()
+    assert len(str(error.value)) < 500
+    assert "\n" not in str(error.value)
+    if call in ("save", "restore"):
+        assert "Checkpoints.save(step, state)" in error.value.hint
 
 
 def test_what_is_known_of_a_rank_twice_is_said_once() -> None:

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+from holdfast._core.base.values import given
 from holdfast.errors import BadInput
 
 TIMEOUT = 1800.0
@@ -46,7 +47,7 @@ def check_seconds(name: str, value: float) -> float:
     """Return a positive, finite number of seconds; BadInput for anything else."""
     # NaN compares as false with everything, so this form refuses it, too.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise BadInput(f"{name} must be a positive, finite number of seconds, not {value!r}.")
+        raise BadInput(f"{name} must be a positive, finite number of seconds, not {given(value)}.")
     return float(value)
 
 
@@ -55,7 +56,7 @@ def check_wait(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout < 1e9:
-        raise BadInput(f"timeout must be a finite number of seconds, or None, not {timeout!r}.")
+        raise BadInput(f"timeout must be a finite number of seconds, or None, not {given(timeout)}.")
     return float(timeout)
 
 

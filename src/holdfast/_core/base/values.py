@@ -38,6 +38,11 @@ def shortened(text: str, most: int = 200) -> str:
     return (text[:most].rpartition(" ")[0] or text[:most]) + " …"
 
 
+def given(value: object) -> str:
+    """Return an argument of the wrong type as text, on one line: it may be the whole state of a model."""
+    return shortened(" ".join(repr(value).split()))
+
+
 def amount(number: int, what: str) -> str:
     """Return a number of things as text: `1 tensor`, `2 tensors`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
@@ -53,7 +58,7 @@ def check_switches(**switches: object) -> None:
     """Raise BadInput for arguments that are neither True nor False: any text counts as true in Python."""
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise BadInput(f"{name} must be True or False, not {shortened(repr(value))}.")
+            raise BadInput(f"{name} must be True or False, not {given(value)}.")
 
 
 def printable(value: object) -> str:

@@ -7,7 +7,7 @@ Argument checks that public functions share are here, too.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from holdfast._core.base.deadline import REAL_CLOCK, Clock, Deadline, Limits
 from holdfast._core.base.options import read_place
+from holdfast._core.base.values import given
 from holdfast._core.process.exits import is_over
 from holdfast._core.protocol.job import Job, job_of, limits_of
 from holdfast._core.roster.base import Roster
@@ -152,7 +153,9 @@ def check_names(**names: object) -> None:
         if value is None or isinstance(value, str):
             continue
         if not isinstance(value, Collection) or not all(isinstance(one, str) for one in value):
-            raise BadInput(f"{argument} must be a list of names or patterns, which are texts, not {value!r}.")
+            raise BadInput(
+                f"{argument} must be a list of names or patterns, which are texts, not {given(value)}."
+            )
 
 
 def whole_step(step: object) -> int:
@@ -163,8 +166,10 @@ def whole_step(step: object) -> int:
             if 0 <= number < STEPS:
                 return number
     raise BadInput(
-        f"step must be a whole number from 0 on, below {STEPS:.0e}, not {step!r}.",
+        f"step must be a whole number from 0 on, below {STEPS:.0e}, not {given(step)}.",
         hint="Count steps; a time in nanoseconds is too large."
         if isinstance(step, int) and step >= STEPS
+        else "The order is Checkpoints.save(step, state) and Checkpoints.restore(state, step)."
+        if isinstance(step, Mapping) or hasattr(step, "state_dict")
         else "",
     )

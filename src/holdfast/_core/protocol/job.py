@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from holdfast._core.base.deadline import Limits
 from holdfast._core.base.options import Options
+from holdfast._core.base.values import given
 from holdfast._core.layout.grid import Grid
 from holdfast._core.roster.base import Roster
 from holdfast.errors import BadInput
@@ -95,7 +96,7 @@ def job_of(job: Job | None) -> Job:
     if job is None:
         return defaults[-1]
     if not isinstance(job, Job):
-        raise BadInput(f"job must be a holdfast.Job, not {job!r}.")
+        raise BadInput(f"job must be a holdfast.Job, not {given(job)}.")
     return job
 
 
@@ -121,8 +122,8 @@ def _numbers(participants: object) -> tuple[int, ...]:
         if not isinstance(participants, str | bytes):
             return tuple(map(operator.index, ranks))  # type: ignore[arg-type]
     raise BadInput(
-        f"participants={participants!r} must be ranks, which are whole numbers, or a process group that this "
-        "rank is in."
+        f"participants={given(participants)} must be ranks, which are whole numbers, or a process group that "
+        "this rank is in."
     )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, SupportsFloat
 
 import msgspec
 
-from holdfast._core.base.values import Message, shortened
+from holdfast._core.base.values import Message, given
 from holdfast.errors import BadInput
 
 MODES = ("min", "max")
@@ -40,7 +40,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         keep = self.keep
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise BadInput(f"keep must be at least 1, or None to keep every step, not {keep!r}.")
+            raise BadInput(f"keep must be at least 1, or None to keep every step, not {given(keep)}.")
         check_interval("keep_every", self.keep_every)
         if self.keep_every is not None and keep is None:
             raise BadInput(
@@ -136,8 +136,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
                 number = float(value)
                 found[str(name)] = number if isfinite(number) else None
         except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-            given = shortened(repr(metrics))
-            raise BadInput(f"metrics must be names with numbers, not {given}: {error}.") from None
+            raise BadInput(f"metrics must be names with numbers, not {given(metrics)}: {error}.") from None
         if self.best is not None and self.best not in found:
             has = ", ".join(sorted(found)) or "nothing"
             raise BadInput(
@@ -200,7 +199,8 @@ def check_interval(argument: str, every: object) -> None:
         return
     if not isinstance(every, timedelta) or every <= timedelta(0):
         raise BadInput(
-            f"{argument} must be a number of steps from 1 on, or a datetime.timedelta above 0, not {every!r}."
+            f"{argument} must be a number of steps from 1 on, or a datetime.timedelta above 0, "
+            f"not {given(every)}."
         )
 
 
