@@ -688,6 +688,28 @@ def test_a_second_checkpoints_of_a_run_hides_no_step_of_the_first(
         assert str(tmp_path / "local") in third.save(4, state).committed(20).path
 
 
+def test_the_last_copy_of_a_run_that_is_gone_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not restored, and the next save removes it: the storage of the run may have been lost."""
+    state = {"w": torch.ones(3)}
+    for step in (3, 4):
+        with holdfast.Checkpoints(tmp_path / "run", local=tmp_path / "local", job=ALONE) as run:
+            assert run.restore(state) == (3 if step == 4 else None)
+            state["w"] += 1
+            run.save(step, state)
+    assert caplog.messages == []
+    shutil.rmtree(tmp_path / "run")
+    with holdfast.Checkpoints(tmp_path / "run", local=tmp_path / "local", job=ALONE) as run:
+        assert run.restore(state) is None
+    (line,) = caplog.messages
+    (copy,) = (tmp_path / "local").glob("*/step-*")
+    assert f"has no committed step, but {copy} is a copy of its step 4. What" in line
+    state["w"].zero_()
+    holdfast.load(state, copy, job=ALONE)
+    assert torch.equal(state["w"], torch.full((3,), 3.0))
+
+
 def test_a_folder_of_another_run_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with holdfast.Checkpoints(tmp_path / "run", local=tmp_path / "nvme", job=ALONE) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)})

@@ -311,11 +311,29 @@ class LocalTier:
             if best is None or (first.start, first.number) > (best.start, best.number):
                 best, folder, is_in_run = first, of_rank[0][save]["folder"], was_durable
         ancestry = Ancestry(newest.save, newest.step, "", durable.save, durable.step)
+        if best is None and (newest.step, newest.unread) == (-1, ()):
+            self._tell_of_last_copies()
         if best is None or best.save == durable.save:
             return best, folder, ancestry
         if is_in_run:  # where its index can't be read
             return best, folder, Ancestry(newest.save, newest.step, best.save, best.save, best.step)
         return best, folder, ancestry.of_copy(best)
+
+    def _tell_of_last_copies(self) -> None:
+        """Warn that the run has no step, and that this host has one that was in it: whether somebody has
+        emptied the run or its storage was lost can't be told, and the next saves remove the copy."""
+        copies = self._copies()
+        if any(copy.is_durable for copy in copies):
+            about, folder, _ = max(copies, key=lambda copy: (copy.about.start, copy.about.number))
+            log.warning(
+                "%s has no committed step, but %s is a copy of its step %d%s. What was removed from a run, "
+                "and what goes on from it, is not restored, and the next saves remove the copies. If the "
+                "storage of the run was lost, move the copy away first: holdfast.load reads it.",
+                self.run.url,
+                self.store.child(folder).url,
+                about.step,
+                f" (the part of ranks {about.held_by})" if about.is_part else "",
+            )
 
     def restored(self, ancestry: Ancestry) -> None:
         """Note what this job goes on from."""
