@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 import holdfast
@@ -127,6 +128,37 @@ def test_shapes_that_may_all_differ_are_no_other_names(tmp_path: Path, told: Any
     assert (report.skipped, report.unasked) == (("head",), ())
     (line,) = told()
     assert line.endswith("kept its value: 'head'.")
+
+
+def test_what_is_skipped_in_a_published_folder_was_asked_for(tmp_path: Path, told: Any) -> None:
+    save_file(
+        {"head": torch.ones(3), "w": torch.ones(2), "more": torch.ones(1)}, tmp_path / "model.safetensors"
+    )
+    mine = {"head": torch.zeros(5), "w": torch.zeros(2)}
+    report = holdfast.load(mine, tmp_path, on_shape="skip", job=ALONE)
+    assert (report.skipped, report.unasked) == (("head",), ("more",))
+    (line,) = told()
+    assert "1 of the 3 names in" in line
+    assert line.endswith(
+        "asks for them: 'more'. " + f"What {tmp_path} does not hold, or in another shape, "
+        "kept its value: 'head'."
+    )
+
+
+def test_states_of_a_skipped_parameter_are_skipped_and_not_unasked(tmp_path: Path, told: Any) -> None:
+    def state(width: int) -> dict[str, Any]:
+        net = torch.nn.ModuleDict({"head": torch.nn.Linear(2, width), "w": torch.nn.Linear(2, 2)})
+        optimizer = torch.optim.AdamW(net.parameters())
+        if width == 3:
+            sum(parameter.sum() for parameter in net.parameters()).backward()
+            optimizer.step()
+        weights, states = holdfast.get_state_dict(net, optimizer)
+        return {"m": weights, "o": states}
+
+    holdfast.save({**state(3), "o.state.head": {"other": 1}}, tmp_path / "it", job=ALONE)
+    report = holdfast.load(state(5), tmp_path / "it", on_shape="skip", job=ALONE)
+    assert report.skipped == ("m.head.weight", "m.head.bias", "o.state.head.weight", "o.state.head.bias")
+    assert report.unasked == ("o.state.head.other",)
 
 
 def test_what_patterns_leave_is_left_on_purpose(tmp_path: Path, told: Any) -> None:

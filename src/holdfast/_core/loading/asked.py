@@ -21,7 +21,7 @@ class AskedRows(NamedTuple):
     rows: list[tuple[int, int]]
     """Rows of the checkpoint's index, as runs."""
     left_out: list[str]
-    """Names that it leaves out on purpose."""
+    """Names that it leaves out on purpose; one that ends with a dot is all below it."""
     stored: Stored
     """Committer: the names of the checkpoint, if unrequested ones are to be reported."""
 
@@ -31,7 +31,8 @@ def ask(
 ) -> AskedRows:
     """Return what this rank asks for. merged: rows of the index that were read for rules."""
     counts: Callable[[str], bool] = selector(request.patterns)
-    left_out = list(plan.skipped)
+    # A skipped state of a parameter is stored as several values below its name.
+    left_out = {*plan.skipped, *(f"{name}." for name in plan.lazy.skipped)}
     is_committer = operation.context.is_committer
     tells = request.tells_rest and not source.fetched_for
     if isinstance(source, ForeignSource):
@@ -46,11 +47,11 @@ def ask(
             and are_equal(request.store, source, tied, operation.tick)
         ):
             names |= {tied[0]}
-        left_out = sorted(names)
+        left_out |= names
     asked = sorted({*plan.found.tolist(), *merged})
     # Only the committer reads the names, and only if needed: to report unrequested ones, or for the error
     # that no tensor was filled.
     stored = Stored((), lambda name: True)
     if is_committer and ((tells and len(asked) < source.tensors) or not plan.tensors[1]):
         stored = Stored(source.names(), counts if tells else lambda name: False)
-    return AskedRows(list(runs(asked)), left_out, stored)
+    return AskedRows(list(runs(asked)), sorted(left_out), stored)

@@ -4,7 +4,7 @@ The committer computes it from the reports of all ranks, and sends it to all ran
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -86,7 +86,14 @@ def _unasked(stored: Stored, reports: dict[int, HaveRead]) -> list[str]:
         for first, last in report.rows:
             unasked[first : last + 1] = False
     names = (stored.names[row] for row in np.flatnonzero(unasked).tolist())
-    return [name for name in names if name not in left_out]
+    return [name for name in names if name not in left_out and left_out.isdisjoint(_above(name))]
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield what a name lies below: for `a.b.c`, `a.b.` and `a.`."""
+    while dot := name.rfind(".") + 1:
+        yield name[:dot]
+        name = name[: dot - 1]
 
 
 def _refuse_gone(where: str, gone: list[str]) -> None:

@@ -143,7 +143,7 @@ class HaveRead(msgspec.Struct, frozen=True):
     """Runs of rows of the index that it read, as (first, last): 100,000 names from each rank are more than a
     roster should carry."""
     left_out: list[str] = []
-    """Names that it does not ask for on purpose."""
+    """Names that it does not ask for on purpose; one that ends with a dot is all below it."""
 
 
 class LoadRest(msgspec.Struct, frozen=True):
