@@ -417,6 +417,16 @@ def test_elements_that_are_computed_have_no_published_fingerprint() -> None:
         holdfast.fingerprint(state, published=RECORDED)
 
 
+def test_an_engine_and_a_trainer_are_told_apart() -> None:
+    recorded = Recorded("qwen3_moe")
+    trainer = holdfast.fingerprint(recorded.tensors, published=recorded.config)
+    engine = {name: EngineFingerprint(one.dtype, one.shape, one.value) for name, one in trainer.items()}
+    engine.pop("model.norm.weight")
+    texts = [str(holdfast.same(*sides)) for sides in ((engine, trainer), (trainer, engine))]
+    assert "only in the engine: 0; only in the live state: 1" in texts[0]
+    assert "only in the live state: 1; only in the engine: 0" in texts[1]
+
+
 def test_the_part_of_a_state_that_is_the_model_gets_published_names() -> None:
     recorded = Recorded("qwen3_moe")
     take = partial(holdfast.fingerprint, published=recorded.config)

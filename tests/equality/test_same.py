@@ -295,6 +295,20 @@ def test_fingerprints_are_compared_as_json_has_them(tmp_path: Path) -> None:
             holdfast.same(tmp_path / "a", spoiled)
 
 
+def test_two_live_states_are_told_apart() -> None:
+    job = holdfast.Job(no_dist=True)
+    known, less = (holdfast.fingerprint(state, job=job) for state in (weights(), {"head": weights()["head"]}))
+    sent = json.loads(msgspec.json.encode(less))
+    for a, b, only in ((known, sent, (4, 0)), (sent, known, (0, 4))):
+        text = str(holdfast.same(a, b))
+        assert f"only in the first live state: {only[0]}; only in the second live state: {only[1]}" in text
+    ints = holdfast.fingerprint({"head": torch.ones(33, 7, dtype=torch.int8)}, job=job)
+    with pytest.raises(
+        BadInput, match="is bfloat16 in the first live state, and int8 in the second live state"
+    ):
+        holdfast.same(less, ints)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_live_state_has_the_fingerprints_of_its_checkpoints(tmp_path: Path, ranks: int) -> None:
     state = weights()
@@ -413,7 +427,7 @@ def test_bad_places_are_one_sentence(tmp_path: Path) -> None:
         holdfast.fingerprint(weights(dtype=dtype), job=holdfast.Job(no_dist=True))
         for dtype in (torch.half, torch.bfloat16)
     ]
-    with pytest.raises(BadInput, match=r"is float16 in the live .* bfloat16 .* can't be told"):
+    with pytest.raises(BadInput, match=r"is float16 in the first live .* bfloat16 .* can't be told"):
         holdfast.same(*told)
     (file,) = (tmp_path / "a" / "data").iterdir()
     file.write_bytes(file.read_bytes()[:-1])

@@ -46,9 +46,10 @@ FolderOrFingerprints = Folder | Mapping[str, Fingerprint] | Message
 class LiveSide:
     """A live state, known only by its fingerprints."""
 
-    where, published = "the live state", None
+    published = None
 
     def __init__(self, known: Mapping[str, Fingerprint]) -> None:
+        self.where = "the live state"
         self.used: set[str] = set()
         self.prefix = ""
         self._known = known
@@ -224,11 +225,21 @@ def _fingerprints(place: Mapping[str, object]) -> Mapping[str, Fingerprint]:
 def open_sides(a: FolderOrFingerprints, b: FolderOrFingerprints, opened: ExitStack) -> tuple[Side, Side]:
     """Open both places. Tensors that they do not hold packed in the same way are unpacked."""
     first, second = _open_side(a, opened), _open_side(b, opened)
+    if isinstance(first, LiveSide) and isinstance(second, LiveSide):
+        _tell_apart(first, second)
     forms = first.packed(), second.packed()
     for side, own, theirs in ((first, *forms), (second, *forms[::-1])):
         kinds = {name: form.kind for name, form in theirs.items()}
         side.unpack({name: form for name, form in own.items() if kinds.get(name) != form.kind})
     return first, second
+
+
+def _tell_apart(first: LiveSide, second: LiveSide) -> None:
+    """Give two live states names of their own, as they are given: both have no place."""
+    if first.is_engine != second.is_engine:
+        (first if first.is_engine else second).where = "the engine"
+    else:
+        first.where, second.where = "the first live state", "the second live state"
 
 
 def _open_side(place: FolderOrFingerprints, opened: ExitStack) -> Side:
