@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast._models.equality.parts import EngineFingerprint
-from holdfast.errors import BadInput, CoverageError, RankFailed
+from holdfast.errors import BadInput, CoverageError, RankFailed, ReplicaMismatch
 from holdfast.huggingface import families
 from tests.engines.faults import FAULTS
 from tests.support.threads import on_ranks
@@ -425,6 +425,18 @@ def test_an_engine_and_a_trainer_are_told_apart() -> None:
     texts = [str(holdfast.same(*sides)) for sides in ((engine, trainer), (trainer, engine))]
     assert "only in the engine: 0; only in the live state: 1" in texts[0]
     assert "only in the live state: 1; only in the engine: 0" in texts[1]
+
+
+def test_an_output_that_differs_from_its_embedding_is_told() -> None:
+    recorded = Recorded("llama")
+    tied = {**recorded.config, "tie_word_embeddings": True}
+    state = {**recorded.tensors, "lm_head.weight": recorded.tensors["model.embed_tokens.weight"].clone()}
+    assert "lm_head.weight" not in holdfast.fingerprint(state, published=tied)
+    state["lm_head.weight"][3, 1] += 1
+    with pytest.raises(ReplicaMismatch, match=r"Rank 0 holds 'model\.embed_tokens\.weight' twice") as error:
+        holdfast.fingerprint(state, published=tied)
+    assert "tie_word_embeddings set to false" in error.value.hint
+    assert "lm_head.weight" in holdfast.fingerprint(state, published={**tied, "tie_word_embeddings": False})
 
 
 def test_the_part_of_a_state_that_is_the_model_gets_published_names() -> None:

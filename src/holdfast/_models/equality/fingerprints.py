@@ -324,6 +324,15 @@ class Whole:
             elif part.owner is None:
                 part.owner = rank
             if value_of(part.record) != value_of(mine):
+                if part.rank == rank:
+                    raise ReplicaMismatch(
+                        f"Rank {rank} holds {name!r} twice, with different elements.",
+                        rank=rank,
+                        hint="Two values of its state go under this name, such as an embedding and an output "
+                        "that is tied to it. If they are not tied any more, give published= the content of "
+                        "config.json, with tie_word_embeddings set to false.",
+                        details={"tensor": name, "ranks": [rank]},
+                    )
                 raise ReplicaMismatch(
                     f"Ranks {part.rank} and {rank} hold different elements of {name!r}.",
                     rank=rank,
