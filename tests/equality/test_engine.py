@@ -427,6 +427,15 @@ def test_an_engine_and_a_trainer_are_told_apart() -> None:
     assert "only in the live state: 1; only in the engine: 0" in texts[1]
 
 
+def test_a_configuration_that_is_no_dict_is_refused() -> None:
+    recorded = Recorded("llama")
+    with pytest.raises(BadInput, match=r"config= is of type str.* content of the model's config.json"):
+        holdfast.engine.fingerprint(recorded.model(0), config="llama", tp=(0, 1))  # type: ignore[arg-type]
+    config = SimpleNamespace(to_dict=lambda: recorded.config)  # as transformers' are
+    with pytest.raises(BadInput, match=r"published= is of type SimpleNamespace.* to_dict"):
+        holdfast.fingerprint(recorded.tensors, published=config)  # type: ignore[arg-type]
+
+
 def test_an_output_that_differs_from_its_embedding_is_told() -> None:
     recorded = Recorded("llama")
     tied = {**recorded.config, "tie_word_embeddings": True}

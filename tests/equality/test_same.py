@@ -290,7 +290,17 @@ def test_fingerprints_are_compared_as_json_has_them(tmp_path: Path) -> None:
     assert holdfast.same(tmp_path / "a", sent).same
     assert holdfast.same(holdfast.fingerprint(weights(), job=job), sent).same
     assert len(holdfast.same(tmp_path / "a", sent | {"norm": sent["head"] | {"shape": [19]}}).different) == 1
-    for spoiled in ({**sent, "norm": 3}, {**sent, "norm": {"value": "0"}}, weights(), {3: sent["norm"]}):
+    for text in (json.dumps(sent), json.dumps(sent).encode()):
+        with pytest.raises(BadInput, match=r"^Fingerprints as JSON .* json\.loads"):
+            holdfast.same(tmp_path / "a", text)  # type: ignore[arg-type]
+    spoiled: Any
+    for spoiled in (
+        {**sent, "norm": 3},
+        {**sent, "norm": {"value": "0"}},
+        weights(),
+        {3: sent["norm"]},
+        torch.nn.Linear(2, 2),
+    ):
         with pytest.raises(BadInput, match="what fingerprint"):
             holdfast.same(tmp_path / "a", spoiled)
 

@@ -92,6 +92,11 @@ class _ParameterReader:
         self, model: nn.Module, config: Mapping[str, object] | None, tp: tuple[int, int] | None
     ) -> None:
         self._model, self._tp = model, tp
+        if config is not None and not isinstance(config, Mapping):
+            raise BadInput(
+                f"config= is of type {type(config).__name__}.",
+                hint="Give the content of the model's config.json as a dict.",
+            )
         outer = config or _config_of(model)
         inner = language_model(outer)
         self._sizes = sizes_of(inner, "The configuration")

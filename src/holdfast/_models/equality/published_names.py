@@ -28,6 +28,11 @@ def view_by(published: Published) -> View:
     if isinstance(published, Mapping):
         config, where = published, "The configuration"
     else:
+        if hasattr(published, "to_dict"):
+            raise BadInput(
+                f"published= is of type {type(published).__name__}.",
+                hint="Give the model's folder, or the content of its config.json as a dict: to_dict() of it.",
+            )
         store = open_store(published)
         read = read_config(store)
         where = f"{store.url}/{hf.CONFIG}"

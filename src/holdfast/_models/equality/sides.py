@@ -245,6 +245,10 @@ def _tell_apart(first: LiveSide, second: LiveSide) -> None:
 def _open_side(place: FolderOrFingerprints, opened: ExitStack) -> Side:
     if isinstance(place, Mapping):
         return LiveSide(_fingerprints(place))
+    if hasattr(place, "state_dict"):
+        raise BadInput("A state is compared by what fingerprint(state) says of it.")
+    if isinstance(place, bytes) or (isinstance(place, str) and place.startswith('{"')):
+        raise BadInput("Fingerprints as JSON are compared when they are decoded: json.loads(text).")
     store: Store = open_store(place)
     if weights_file(store) is None:
         with suppress(NotCommitted):
