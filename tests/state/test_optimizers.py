@@ -581,6 +581,58 @@ def test_a_fresh_optimizer_of_another_kind_is_not_filled(
     assert not any(fresh.state.values())
 
 
+def of_named(model: nn.Module, backwards: bool = False, prefix: str = "") -> Optimizer:
+    named = [(f"{prefix}{name}", parameter) for name, parameter in model.named_parameters()]
+    try:
+        return torch.optim.Adam(named[::-1] if backwards else named, lr=0.01)
+    except TypeError:
+        pytest.skip("this torch takes no named parameters")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_in_another_order_get_their_own_states_or_an_error(layout: str, tmp_path: Path) -> None:
+    """As those of a set, whose order is another one in each process."""
+    model, other = model_of(1), model_of(2)
+    saved, fresh = of_named(model), of_named(other, backwards=True)
+    train(model, saved, range(2))
+    holdfast.save(state_of(model, saved, layout), tmp_path, job=holdfast.Job(no_dist=True))
+    state = state_of(other, fresh, layout)
+    if layout == "itself":
+        with pytest.raises(
+            LoadFailed, match=r"in another order than the checkpoint: '.*' is number \d+ there"
+        ):
+            holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
+        assert not any(fresh.state.values())
+        return
+    holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
+    for there, here in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(saved.state[there]["exp_avg"], fresh.state[here]["exp_avg"])
+
+
+@pytest.mark.parametrize("by", ["a hook", "other names"])
+def test_a_hook_may_put_parameters_in_order_and_other_names_are_no_other_order(
+    by: str, tmp_path: Path
+) -> None:
+    model, other = model_of(1), model_of(2)
+    saved, fresh = (
+        of_named(model),
+        of_named(other, backwards=by == "a hook", prefix="" if by == "a hook" else "m."),
+    )
+    train(model, saved, range(2))
+
+    def by_names(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        numbers = {name: number for number, name in enumerate(state["param_groups"][0]["param_names"])}
+        names = optimizer.param_groups[0]["param_names"]
+        return {**state, "state": {at: state["state"][numbers[name]] for at, name in enumerate(names)}}
+
+    if by == "a hook":
+        fresh.register_load_state_dict_pre_hook(by_names)
+    holdfast.save({"optim": saved}, tmp_path, job=holdfast.Job(no_dist=True))
+    holdfast.load({"optim": fresh}, tmp_path, job=holdfast.Job(no_dist=True))
+    for there, here in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(saved.state[there]["exp_avg"], fresh.state[here]["exp_avg"])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_settings_of_schedulers_users_and_other_versions_are_no_other_optimizer(
     layout: str, tmp_path: Path

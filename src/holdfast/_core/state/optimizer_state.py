@@ -218,16 +218,59 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
     groups = [dict(group) for group in state["param_groups"]]
     for group, saved in zip(optimizer.param_groups, groups, strict=False):
         check_settings(optimizer, group, saved)
-    optimizer.load_state_dict({**state, "state": states, "param_groups": groups})
-    # An optimizer with its own load_state_dict decides itself what it casts.
+    whole = {**state, "state": states, "param_groups": groups}
+    # An optimizer with its own load_state_dict decides itself where a state goes, and what it casts.
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        optimizer.load_state_dict(whole)
         return
+    given = _arrangement(whole)
+
+    def check(_: object, adapted: StateDict) -> None:
+        # Not if a hook of the program has arranged the states.
+        if _arrangement(adapted) == given:
+            _check_order(optimizer, adapted["param_groups"])
+
+    last_hook = optimizer.register_load_state_dict_pre_hook(check)
+    try:
+        optimizer.load_state_dict(whole)
+    finally:
+        last_hook.remove()
     numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, parameter in zip(numbers, parameters, strict=True):
         now = optimizer.state.get(parameter)
         if isinstance(now, dict) and now and number in states:
             optimizer.state[parameter] = _in_dtype_of(states[number], now)
+
+
+def _arrangement(state: StateDict) -> object:
+    """Return what tells which state goes to which position."""
+    numbers = [list(group["params"]) for group in state["param_groups"]]
+    return {number: id(entry) for number, entry in state["state"].items()}, numbers
+
+
+def _check_order(optimizer: torch.optim.Optimizer, saved: Sequence[StateDict]) -> None:
+    """Raise BadInput if a parameter has another position in the checkpoint: torch assigns states by position.
+    Only optimizers that were built with named parameters tell."""
+    theirs = _positions(saved)
+    for name, here in _positions(optimizer.param_groups).items():
+        there = theirs.get(name, here)
+        if there != here:
+            raise BadInput(
+                "The optimizer has its parameters in another order than the checkpoint: "
+                f"{name!r} is number {there} there, and number {here} here.",
+                hint="States are assigned by position. Build the groups in one order in all runs, which a "
+                "set does not have, or save what holdfast.get_state_dict(model, optimizer) gives: it goes by "
+                "names.",
+            )
+
+
+def _positions(groups: Sequence[StateDict]) -> dict[str, int]:
+    found, first = dict[str, int](), 0
+    for group in groups:
+        found.update((str(name), first + at) for at, name in enumerate(group.get("param_names") or ()))
+        first += len(group["params"])
+    return found
 
 
 def _in_dtype_of(loaded: object, cast: object) -> object:
