@@ -396,7 +396,9 @@ def test_a_copy_that_goes_on_from_a_damaged_step_is_restored(cluster: Cluster) -
     assert cluster.restore()[:2] == (3, LOCAL)
 
 
-@pytest.mark.parametrize("content", [pytest.param(None, marks=pytest.mark.soak), b"{"])
+@pytest.mark.parametrize(
+    "content", [*(pytest.param(one, marks=pytest.mark.soak) for one in (None, b"")), b"{"]
+)
 def test_a_folder_whose_file_was_lost_is_known_by_its_copies(cluster: Cluster, content: bytes | None) -> None:
     cluster.save(1)
     cluster.save_locally(2)

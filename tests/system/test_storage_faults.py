@@ -84,9 +84,8 @@ def on_ranks(world: int, job: Callable[[MemoryRoster], object]) -> list[str]:
             ends[rank] = "unconfirmed"
         except HoldfastError as error:
             ends[rank] = "failed"
-            logging.getLogger("holdfast").info(
-                "rank %d failed: %r", rank, error
-            )  # shown where the test fails
+            # Shown where the test fails.
+            logging.getLogger("holdfast").info("rank %d failed: %r", rank, error)
         except BaseException as error:
             ends[rank] = repr(error)
 

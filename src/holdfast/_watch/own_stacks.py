@@ -106,7 +106,8 @@ def _message(known: Mapping[str, object]) -> dict[str, str]:
     work, tag = known.get("work"), known.get("tag")
     found = {"tag": str(tag)} if isinstance(tag, int) else {}
     group = known.get("group") or dist.group.WORLD
-    found["of"] = str(getattr(group, "group_name", ""))
+    with suppress(RuntimeError):  # the group is destroyed
+        found["of"] = str(getattr(group, "group_name", ""))
     with suppress(TypeError):  # no weak reference to it
         if work is not None:
             found["message"] = str(_messages.get(work) or _messages.setdefault(work, next(_numbers)))

@@ -259,9 +259,9 @@ def _check_order(optimizer: torch.optim.Optimizer, saved: Sequence[StateDict]) -
             raise BadInput(
                 "The optimizer has its parameters in another order than the checkpoint: "
                 f"{name!r} is number {there} there, and number {here} here.",
-                hint="States are assigned by position. Build the groups in one order in all runs, which a "
-                "set does not have, or save what holdfast.get_state_dict(model, optimizer) gives: it goes by "
-                "names.",
+                hint="States are assigned by position. Build the groups in the same order in every run (a "
+                "set has no fixed order), or save what holdfast.get_state_dict(model, optimizer) gives, "
+                "which goes by names.",
             )
 
 
