@@ -11,10 +11,13 @@ QUICK := tests/layout tests/format tests/plan tests/store tests/state tests/savi
 	tests/protocol/test_protocol.py tests/protocol/test_liveness.py tests/test_public.py
 BENCHES := planning growth per_tensor small_save save_load megatron async_save unchanged defaults groups fsdp huggingface fingerprint standing watch objects local_tier
 
+SUITE := not wide and not soak and not gpu
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+	--durations 30 --durations-min 1
 # What `make coverage` measures; `make coverage COVERED=tests` measures the suite, with all ranks that end by themselves.
 COVERED ?= $(QUICK)
 
-.PHONY: demo drill strangers engines check test coverage lint changelog docs dist bench soak matrix clean
+.PHONY: demo drill strangers engines check test wide coverage lint $(VENV)/.compiled changelog docs dist bench soak matrix clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +30,10 @@ $(VENV)/.ready: $(VENV)/.demo
 	$(PIP) --no-deps --group functions --group bridge-$(MEGATRON)
 	$(BIN)/python -m tests.support.third_parties
 	touch $@
+
+# Or hundreds of processes compile what they import, where no .pyc are written.
+$(VENV)/.compiled: $(VENV)/.ready
+	$(BIN)/python -m compileall -q src tests drill
 
 $(VENV)/.strangers: $(VENV)/.ready
 	$(PIP) -c constraints.txt --group strangers
@@ -62,16 +69,17 @@ engines: $(VENV)/.ready $(VENV)-engines/.ready  ## vLLM's own loader fills vLLM'
 	ENGINES=$(CURDIR)/$(VENV)-engines/bin/python $(BIN)/python -m pytest tests/engines
 
 check: lint  ## for the one who edits: lint, and the tests of the packages that need no second process
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not soak and not gpu" $(QUICK)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "$(SUITE)" $(QUICK)
 
-test: $(VENV)/.ready  ## the suite
-	$(BIN)/python -m compileall -q src tests drill  # or hundreds of processes compile what they import, where no .pyc are written
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
-		-m "not soak and not gpu" --durations 30 --durations-min 1
+test: $(VENV)/.compiled  ## the suite
+	$(PYTEST) -m "$(SUITE)"
+
+wide: $(VENV)/.compiled  ## what the suite shows, in more layouts, frameworks, models and pages
+	$(PYTEST) -m "wide and not gpu"
 
 coverage: $(VENV)/.ready  ## the share of the source's lines that the tests of `make check` run
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile -m "not soak and not gpu" $(COVERED)
+	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile -m "$(SUITE)" $(COVERED)
 	$(BIN)/python -m coverage combine -q
 	@echo "coverage: $$($(BIN)/python -m coverage report --format=total) % of the lines of src/holdfast, by $(COVERED)"
 

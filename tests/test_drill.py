@@ -35,6 +35,7 @@ def test_one_scenario_is_measured_and_written_down(
         assert "| rank 3 |" in line
 
 
+@pytest.mark.wide
 def test_an_expectation_that_does_not_hold_fails_the_drill(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,6 +46,7 @@ def test_an_expectation_that_does_not_hold_fails_the_drill(
     assert "**not so**" in page.read_text()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "jobs",
     [("late", "emergency"), pytest.param(("late", "exports"), marks=pytest.mark.soak)],

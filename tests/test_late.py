@@ -11,8 +11,9 @@ import pytest
 
 import holdfast
 from tests.groups.session.launch import Ended, Forks
+from tests.support.wide import wide
 
-WHEN = ["atexit", "thread"]
+WHEN = wide(["atexit", "thread"], suite=["atexit"])
 BEGINS = """
 import atexit, sys, threading
 folder, when = sys.argv[1:3]

@@ -161,7 +161,7 @@ def test_both_sides_run_and_a_difference_needs_a_reason(
     assert page.read_text() == f"before\n<!-- strangers -->\n{table([row], {})}<!-- end -->\nafter\n"
 
 
-@pytest.mark.soak
+@pytest.mark.wide
 def test_under_holdfast_run_on_ranks_without_gpus(
     copies: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +171,7 @@ def test_under_holdfast_run_on_ranks_without_gpus(
     assert f"others/{SUITE:63}     2     1                   0         2" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_adam_steps_where_pytorchs_tests_find_gpus() -> None:
     """It asks `torch.accelerator` for its stream."""
     program = "import torch\nfrom strangers.cpu import stand_in_for_accelerators, stand_in_for_gpus\n"

@@ -252,6 +252,7 @@ def answers(asked: dict[str, list[str]]) -> dict[str, dict[str, str]]:
     return found
 
 
+@pytest.mark.wide
 def test_saves_and_loads_work_without_any_one_of_them(tmp_path: Path) -> None:
     names = names_of_the_room()
     assert len(names) > 20

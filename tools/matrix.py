@@ -39,14 +39,8 @@ PORTABLE = (
 )  # fmt: skip
 """What needs no newer torch."""
 FRAMEWORKS = ("tests/frameworks", "tests/groups/lifecycle", "tests/promises")
-SOAK = (
-    "tests/groups", "tests/roster", "tests/promises/test_run_owner.py", "tests/test_strangers.py",
-    "tests/system/test_preemption_signals.py", "tests/frameworks/fsdp", "tests/frameworks/huggingface/test_fetch.py",
-    "tests/frameworks/huggingface/test_views.py", "tests/frameworks/megatron/test_checkpointing.py",
-    "tests/frameworks/megatron/test_framework_functions.py", "tests/frameworks/megatron/test_writers.py",
-)  # fmt: skip
-"""Whose tests of `make soak` take seconds each: most are further parameters of tests of the suite."""
-SUITE = "not soak and not gpu"
+MARKS = "not soak and not gpu"
+"""Which tests, as for pytest's `-m`: those of `make test` and of `make wide`."""
 
 
 @dataclass
@@ -61,8 +55,6 @@ class Environment:
     torch: str = ""
     """`oldest`, `newest`, or `next` (a pre-release): that torch, without frameworks. Otherwise all that `make test` installs."""
     megatron: str = "oldest"
-    marks: str = SUITE
-    """Which of the tests, as for pytest's `-m`."""
 
     @property
     def venv(self) -> str:
@@ -96,7 +88,6 @@ def environments(newest: str) -> list[Environment]:
     ends = {"3.12": "newest"}  # the newest Megatron-Bridge is for Python 3.12 alone
     return [
         Environment(f"the whole suite: Python {newest}", newest, ("tests",), 32),
-        Environment("the quick ones of make soak", newest, SOAK, 4, marks="soak and not gpu"),
         *(
             Environment(
                 f"the life of a process: Python {one}", one, LIFE, 9, megatron=ends.get(one, "oldest")
@@ -181,7 +172,7 @@ def run(one: Environment, limit: float | None) -> Result | None:
     versions = json.loads(subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
     report.unlink(missing_ok=True)
     command = [python, "-m", "pytest", "-n", os.environ.get("WORKERS", "4"), "--dist", "loadfile"]
-    command += ["--no-loadscope-reorder", "--max-worker-restart", "0", "-m", one.marks]
+    command += ["--no-loadscope-reorder", "--max-worker-restart", "0", "-m", MARKS]
     began = time.monotonic()
     try:
         done = subprocess.run([*command, f"--junitxml={report}", *one.tests], cwd=ROOT, timeout=limit)

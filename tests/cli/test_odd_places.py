@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import holdfast
+from tests.support.wide import wide
 
-pytestmark = pytest.mark.timeout(600)  # all commands run before the first test
+pytestmark = pytest.mark.timeout(600)
 MARKS = (
     "index.safetensors",
     "step-00000001/index.safetensors",
@@ -31,8 +32,10 @@ TRIES = f"""
 import json, os, resource, sys
 import torch
 import holdfast
+from tests.support.wide import wide
 from holdfast._tools.cli import COMMANDS, cli, doctor
 from holdfast._watch import packed
+from tests.support.wide import wide
 packed.PATIENCE = doctor.ANSWERED = 0.2
 for name in COMMANDS:
     cli.get_command(None, name)
@@ -96,36 +99,22 @@ def tries_of(make: Callable[[Path], None], root: Path, good: str) -> list[list[s
     return tries
 
 
-MAKERS = {make.__name__: make for make in (fifo, zero, hole)}
-Tried = tuple[list[str], int | str | None, int]
-
-
-@pytest.fixture(scope="module")
-def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tried]]:
-    """By maker: each command, its exit code, and KiB of memory that it took. One process imports, and forks for each."""
-    root = tmp_path_factory.mktemp("odd")
-    good = str(root / "good")
+@pytest.mark.parametrize("make", wide((fifo, zero, hole), suite=(fifo,)))
+def test_what_has_no_end_is_refused_or_passed_over(make: Callable[[Path], None], tmp_path: Path) -> None:
+    good = str(tmp_path / "good")
     holdfast.save({"w": torch.ones(3)}, good, job=holdfast.Job(no_dist=True))
-    tries = [(name, words) for name, make in MAKERS.items() for words in tries_of(make, root / name, good)]
-    done = subprocess.run(
+    tries = tries_of(make, tmp_path / "odd", good)
+    done = subprocess.run(  # one process imports, and forks for each command
         [sys.executable, "-W", "ignore", "-c", TRIES],
-        input="".join(json.dumps(words) + "\n" for _, words in tries),
+        input="".join(json.dumps(words) + "\n" for words in tries),
         capture_output=True,
         text=True,
         timeout=500,
     )
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == len(tries), done.stderr[-2000:]
-    by_maker: dict[str, list[Tried]] = {name: [] for name in MAKERS}
-    for (name, words), (code, more) in zip(tries, found, strict=True):
-        by_maker[name].append((words, code, more))
-    return by_maker
-
-
-@pytest.mark.parametrize("maker", list(MAKERS))
-def test_what_has_no_end_is_refused_or_passed_over(maker: str, tried: dict[str, list[Tried]]) -> None:
     wrong = []
-    for words, code, more in tried[maker]:
+    for words, (code, more) in zip(tries, found, strict=True):
         # Nothing can be known of the weights: that is no success.
         good_codes = (1, 2) if words[0] in ("verify", "same", "diff") else (0, 1, 2)
         if code not in good_codes or more > MEMORY:

@@ -12,6 +12,7 @@ import pytest
 
 import holdfast
 from holdfast._tools.cli.run import is_torchrun_of_one_host
+from tests.support.wide import wide
 
 SOURCE = Path(holdfast.__file__).parents[1]
 TRAINS = "import torch, holdfast; print('installed:', bool(holdfast.installed()))"
@@ -65,7 +66,9 @@ def test_a_broken_sitecustomize_is_reported_and_hinders_nothing(broken: Path) ->
     assert "this one is broken" in done.stderr
 
 
-@pytest.mark.parametrize("options", [["-E"], ["-B", "-W", "ignore", "-sE"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "options", wide((["-E"], ["-B", "-W", "ignore", "-sE"]), suite=(["-E"],)), ids=" ".join
+)
 def test_a_python_that_ignores_the_environment_installs(installed: Path, options: list[str]) -> None:
     assert run(installed, *options, "-c", TRAINS).stdout == YES
 
@@ -74,8 +77,7 @@ def test_a_python_that_ignores_the_environment_installs(installed: Path, options
     "script",
     [
         "{python} -I -c '{program}'",
-        "PYTHONPATH= {python} -c '{program}'",
-        "PYTHONPATH={broken} {python} -c '{program}'",
+        *wide(["PYTHONPATH= {python} -c '{program}'", "PYTHONPATH={broken} {python} -c '{program}'"]),
     ],
 )
 def test_also_where_a_script_starts_it(installed: Path, broken: Path, script: str) -> None:
@@ -112,6 +114,7 @@ def test_a_process_that_trains_nothing_is_as_it_was(bare: Path, command: list[st
         assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
+@pytest.mark.wide
 def test_ranks_of_one_torchrun_get_a_secret(tmp_path: Path) -> None:
     """The same for all of a start, another for the next, and none over that of the user."""
     script = tmp_path / "train.py"

@@ -12,6 +12,7 @@ from tests.docs.shell import run_commands
 MARK = "tests/docs/test_model.py"
 
 
+@pytest.mark.wide
 def test_the_page_is_followed_word_by_word(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     printed, failed = "", 0

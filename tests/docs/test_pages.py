@@ -198,7 +198,7 @@ def test_pages_are_for_everybody(page: Path) -> None:
         assert len(line) <= 130 or line.startswith("|"), number
 
 
-@pytest.mark.parametrize("name", ["demo", "test", "soak"])
+@pytest.mark.parametrize("name", ["demo", "test", "wide", "soak"])
 def test_words_of_the_makefile(name: str) -> None:
     assert f"\n{name}:" in text("Makefile")
 

@@ -16,13 +16,18 @@ import holdfast
 from holdfast._core.format.names import INDEX
 from tests.docs.test_recipes import environment
 from tests.support.programs import SAVED, STEPS, Launcher, changed, losses, losses_in, programs_of, weights_of
+from tests.support.wide import wide
 
 PROGRAMS = [
-    pytest.param("accelerate", "train.py", ("accelerate", "transformers"), id="accelerate"),
     pytest.param("ddp", "train.py", ("torchdata",), id="ddp"),
     pytest.param("fsdp2", "train.py", (), id="fsdp2"),
-    pytest.param("lightning", "train.py", ("lightning", "torchdata"), id="lightning"),
-    pytest.param("lightning", "fabric.py", ("lightning",), id="fabric", marks=pytest.mark.soak),
+    *wide(
+        (
+            pytest.param("accelerate", "train.py", ("accelerate", "transformers"), id="accelerate"),
+            pytest.param("lightning", "train.py", ("lightning", "torchdata"), id="lightning"),
+            pytest.param("lightning", "fabric.py", ("lightning",), id="fabric"),
+        )
+    ),
 ]
 """The programs and the packages that they need. Those of transformers and Ray Train have tests of their own."""
 
@@ -137,6 +142,7 @@ def test_fsdp2_goes_on_with_more_ranks(launcher: Launcher, tmp_path: Path) -> No
     assert four == pytest.approx({step: loss for step, loss in two.items() if step > SAVED}, rel=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not there("deepspeed"), reason="needs deepspeed")
 def test_deepspeed_goes_on_with_another_number_of_ranks(launcher: Launcher, tmp_path: Path) -> None:
     program, run = DEEPSPEED_ON_CPU + programs_of("deepspeed")["train.py"], tmp_path / "run"

@@ -132,6 +132,7 @@ def installed_by(rank: int, block: str) -> bool:
     return "install" in space or bool(holdfast.installed())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("block", sorted({block for _, block in blocks("python")}))
 def test_python_on_a_recipe_installs(block: str) -> None:
     with ProcessWorld(1) as world:
@@ -175,6 +176,7 @@ def test_commands_on_a_recipe_name_its_framework(page: Path) -> None:
     assert set(named) <= {page.stem}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("page", "block"), different_commands())
 def test_commands_on_a_recipe_run(page: str, block: str, checkpoint: Path, tmp_path: Path) -> None:
     sources = re.findall(r"^holdfast (?:export torch_dist|verify|inspect|latest) (\S+)", block, re.MULTILINE)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.docs.pages import blocks, text
 from tests.docs.shell import run_commands
 from tests.support.browser import data_of
@@ -17,6 +19,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.wide
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
     (block,) = (block for block in blocks(text("docs/report.md")) if "test_report" in block.elsewhere)
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.docs.pages import blocks, text
 from tests.docs.shell import run_commands
 
 
+@pytest.mark.wide
 def test_the_first_job_of_several_ranks(tmp_path: Path) -> None:
     here = [block for block in blocks(text("docs/start.md")) if "test_start" in block.elsewhere]
     script, commands = here

@@ -22,6 +22,7 @@ from holdfast.errors import BadInput, CoverageError, RankFailed, ReplicaMismatch
 from holdfast.huggingface import families
 from tests.engines.faults import FAULTS
 from tests.support.threads import on_ranks
+from tests.support.wide import wide
 
 RECORDED = Path(__file__).parent / "engine"
 KINDS = sorted({path.name.rpartition("-")[0] for path in RECORDED.glob("*.npz")})
@@ -158,12 +159,11 @@ def test_experts_are_found_under_the_names_that_they_have_in_vllm_0_20(kind: str
 
 @pytest.mark.parametrize(
     ("kind", "place"),
-    # The last rank of each kind; the first and a middle one where experts are sharded, too.
-    [
-        pytest.param(kind, place, marks=[] if place == -1 or kind == "qwen3_moe" else pytest.mark.soak)
-        for kind in KINDS
-        for place in (0, 1, -1)
-    ],
+    # The first rank, a middle one and the last.
+    wide(
+        ((kind, place) for kind in KINDS for place in (0, 1, -1)),
+        suite=[("qwen3_moe", 0), ("qwen3_moe", -1), ("gpt_oss", -1), ("deepseek_v3", -1)],
+    ),
 )
 def test_each_fault_is_found_with_its_rank(kind: str, place: int, tmp_path: Path) -> None:
     recorded = Recorded(kind)

@@ -53,6 +53,7 @@ def run(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.wide
 def test_before_the_framework_is_imported() -> None:
     assert python(install_jobs.EARLY) == "done\n"
 
@@ -166,6 +167,7 @@ def test_run_installs_before_a_script_starts(tmp_path: Path) -> None:
     assert (folder / "index.safetensors").exists()
 
 
+@pytest.mark.wide
 def test_run_where_holdfast_itself_imports_torch() -> None:
     program = install_jobs.HOLDFAST_FIRST
     done = run("run", "--no-session", "--", sys.executable, "-W", "ignore", "-c", program)

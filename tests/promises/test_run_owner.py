@@ -115,7 +115,7 @@ def test_a_copy_of_a_folder_at_work_is_gone_on_from_as_the_error_says(tmp_path: 
     assert holdfast.Checkpoints(tmp_path / "run").steps() == [0, 2]
 
 
-@pytest.mark.parametrize("end", ["close", pytest.param("exit", marks=pytest.mark.soak), "kill"])
+@pytest.mark.parametrize("end", ["close", pytest.param("exit", marks=pytest.mark.wide), "kill"])
 def test_the_folder_of_a_job_that_has_ended_is_taken_at_once(tmp_path: Path, jobs: Any, end: str) -> None:
     first = jobs(tmp_path, 0, *(["close"] if end == "close" else []))
     assert first.save() == "saved"

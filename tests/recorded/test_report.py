@@ -302,6 +302,7 @@ def test_a_browser_shows_eight_ranks(real: tuple[Path, list[State]], tmp_path: P
 # -- a thousand ranks -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_a_thousand_ranks_are_a_small_page_made_in_seconds(large: Path) -> None:
     began = time.thread_time()
     page = page_of(RecordedRun(str(large)), time.time())
@@ -321,6 +322,7 @@ def test_a_thousand_ranks_are_a_small_page_made_in_seconds(large: Path) -> None:
     assert first[3] == 1000
 
 
+@pytest.mark.wide
 def test_the_time_of_a_report_grows_with_the_ranks_only(tmp_path: Path) -> None:
     seconds = {}
     for world in (100, 400):

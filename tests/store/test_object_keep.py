@@ -19,6 +19,7 @@ from holdfast._core.io.removal import Note
 from holdfast._core.store.base import Store
 from holdfast._core.store.local import open_store
 from tests.support.object_servers import Asked, Proxy, forward
+from tests.support.wide import wide
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.usefixtures("deletions_are_waited_for")
@@ -76,7 +77,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 # -- deletions are refused -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", ["200 with an error for the key", "403"])
+@pytest.mark.parametrize("answer", wide(["200 with an error for the key", "403"], suite=["403"]))
 def test_a_run_that_may_delete_nothing_says_so_once_and_its_saves_stay_as_cheap(
     proxy: Proxy, place: str, caplog: pytest.LogCaptureFixture, answer: str
 ) -> None:
@@ -125,7 +126,7 @@ def test_removals_go_on_in_a_process_that_may_delete_again(proxy: Proxy, place: 
     assert {path.split("/")[0] for path in objects(open_store(place))} == {folder(6), folder(7)}
 
 
-@pytest.mark.parametrize("what", ["", "index", "data"])
+@pytest.mark.parametrize("what", wide(["", "index", "data"], suite=["data"]))
 def test_a_step_that_somebody_holds_keeps_no_other_one(
     proxy: Proxy, place: str, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:

@@ -203,7 +203,9 @@ def others(tmp_path: Path, sources: Path) -> Iterator[None]:
 
 
 every_case = pytest.mark.parametrize("case", CASES)
-every_call = pytest.mark.parametrize("every", [19, pytest.param(1, marks=pytest.mark.soak)])
+every_call = pytest.mark.parametrize(
+    "every", [37, pytest.param(19, marks=pytest.mark.wide), pytest.param(1, marks=pytest.mark.soak)]
+)
 """Of the calls that change something, so many-th ones are tried."""
 
 

@@ -20,6 +20,7 @@ from holdfast._models.views.needs import (
     together,
 )
 from holdfast._models.views.rank_share import how_cut, share_of, stages_of
+from tests.support.wide import wide
 
 FAMILIES = sorted(kind for kind, family in families().items() if "output_layer.weight" in family.entries)
 CONFIG = {
@@ -91,7 +92,7 @@ def needs_of(view: View, specs: dict[str, TensorSpec], grid: Grid) -> list[Needs
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", wide(FAMILIES, suite=FAMILIES[::4]))
 def test_all_ranks_together_need_all_that_is_published(family: str, grid: Grid) -> None:
     view = view_of({**CONFIG, "model_type": family}, "config.json")
     specs = specs_of(view)
@@ -207,6 +208,7 @@ def test_of_an_axis_of_layers_of_one_type_all_are_needed() -> None:
     }
 
 
+@pytest.mark.wide
 def test_eight_ranks_of_256_need_little_of_a_large_model() -> None:
     """By the sizes of DeepSeek V3: 61 layers of which the first 3 are dense, 256 experts, one layer more."""
     hidden, sizes = 7168, {"n_routed_experts": 256, "num_hidden_layers": 61, "vocab_size": 129280}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hosts import reason_not
+from tests.support.wide import wide
 from tests.watch.faults import FAULTS, HEALTHY, RANKS, SILENT, Fault, run, table
 
 BY_NAME = {fault.job: fault for fault in FAULTS}
@@ -22,6 +23,7 @@ def injected(fault: Fault) -> Fault:
     return fault
 
 
+@pytest.mark.wide
 def test_a_late_rank_is_told_and_comes(tmp_path: Path) -> None:
     """Once, on one rank, before the timeout; the job goes on, and that is told, too."""
     found = run(BY_NAME["late"], tmp_path)
@@ -43,7 +45,7 @@ def test_a_late_rank_is_told_and_comes(tmp_path: Path) -> None:
     assert names == ["job-0", *(f"rank-{rank}.json" for rank in range(RANKS))]
 
 
-@pytest.mark.parametrize("name", ["in_another_order", "leaves_one_out", "late_and_slow_to_answer"])
+@pytest.mark.parametrize("name", ["leaves_one_out", *wide(["in_another_order", "late_and_slow_to_answer"])])
 def test_some_faults_are_named(name: str, tmp_path: Path) -> None:
     found = run(BY_NAME[name], tmp_path)
     assert found.judged == "right", (found.told, found.found)

@@ -27,6 +27,7 @@ from holdfast._tools.cli import cli
 from holdfast.errors import BadInput, CorruptCheckpoint
 from tests.frameworks.deepspeed import jobs
 from tests.support.processes import ProcessWorld
+from tests.support.wide import wide
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
@@ -42,14 +43,6 @@ KINDS: dict[str, tuple[int, bool, dict[str, Any], dict[str, Any]]] = {
     "zero3-sub-groups": (3, False, {"sub_group_size": 40}, {}),
 }
 """Stage, bf16, settings of `zero_optimization`, other settings."""
-IN_SOAK = {"zero1-bf16", "zero2-aligned", "zero3-bf16"}
-
-
-def kinds(*in_soak: str) -> list[Any]:
-    """The kinds as parameters of a test; `make soak` runs some, as their like is in the suite."""
-    return [
-        pytest.param(name, marks=[pytest.mark.soak] if name in {*IN_SOAK, *in_soak} else []) for name in KINDS
-    ]
 
 
 def run(size: int, job: Any, *args: Any) -> Any:
@@ -84,7 +77,9 @@ def imported(folder: Path, out: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", kinds())
+@pytest.mark.parametrize(
+    "name", wide(KINDS, suite=("zero1-bf16-optimizer", "zero2-bf16", "zero3-sub-groups"))
+)
 def test_an_import_is_what_the_engine_had(name: str, saved: Saved, tmp_path: Path) -> None:
     folder, had, _ = saved[name]
     found = imported(folder, tmp_path / "out")
@@ -133,7 +128,7 @@ def test_a_program_without_deepspeed_trains_on(name: str, saved: Saved, tmp_path
     )
 
 
-@pytest.mark.parametrize("name", kinds("zero2-bf16", "zero3"))
+@pytest.mark.parametrize("name", wide(KINDS, suite=("zero3-sub-groups",)))
 def test_an_engine_goes_on_with_four_ranks_and_then_with_three(
     name: str, saved: Saved, tmp_path: Path
 ) -> None:
@@ -159,7 +154,7 @@ def test_an_engine_goes_on_with_four_ranks_and_then_with_three(
 
 @pytest.mark.parametrize(
     ("name", "stage", "size"),
-    [("zero1", 3, 2), ("zero3", 1, 3), pytest.param("zero3-bf16", 2, 4, marks=pytest.mark.soak)],
+    wide([("zero1", 3, 2), ("zero3", 1, 3), ("zero3-bf16", 2, 4)], suite=[("zero3", 1, 3)]),
 )
 def test_an_engine_of_another_stage_goes_on(name: str, stage: int, size: int, saved: Saved) -> None:
     folder, had, after = saved[name]
@@ -172,7 +167,7 @@ def test_an_engine_of_another_stage_goes_on(name: str, stage: int, size: int, sa
     assert rest["steps"] == 3
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
+@pytest.mark.parametrize("name", wide(("zero1", "zero3"), suite=("zero3",)))
 def test_just_the_weights_are_loaded(name: str, saved: Saved) -> None:
     folder, had, _ = saved[name]
     found = run(3, jobs.weights, str(folder), KINDS[name][0])
@@ -191,7 +186,7 @@ def test_deepspeed_itself_refuses_it(saved: Saved) -> None:
     assert "world size" in run(4, jobs.stock, str(saved["zero1"][0]), 1)
 
 
-@pytest.mark.parametrize("name", ["zero2-bf16", "zero3"])
+@pytest.mark.parametrize("name", wide(("zero2-bf16", "zero3"), suite=("zero3",)))
 def test_a_universal_checkpoint_is_imported(name: str, saved: Saved, tmp_path: Path) -> None:
     folder, had, _ = saved[name]
     out = tmp_path / "universal" / "three"
@@ -230,7 +225,7 @@ def test_an_engine_names_a_missing_file(saved: Saved, tmp_path: Path) -> None:
     assert "which rank 0 of 2 has written" in run(3, jobs.tried, str(folder), 3)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("stage", wide((1, 3)))
 def test_parameter_groups_are_found_by_their_parameters(stage: int, saved: Saved) -> None:
     folder = str(saved[f"zero{stage}"][0])
     assert run(3, jobs.tried, folder, stage, "swapped") == [0.0, 0.1]

@@ -15,6 +15,7 @@ from holdfast.errors import CoverageError
 from tests.frameworks.fsdp import moe, published_jobs
 from tests.frameworks.fsdp.moe import Layout
 from tests.support.processes import ProcessWorld
+from tests.support.wide import wide
 from tests.system.checks import errors_of, same_everywhere
 
 STEPS = 4
@@ -45,7 +46,7 @@ def test_the_same_mesh_goes_on_as_if_nothing_had_been(
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(8, ep=4), pytest.param(Layout(8, ep=8), marks=pytest.mark.soak), Layout(8, ep=2, replicas=2)],
+    [Layout(8, ep=2, replicas=2), *wide((Layout(8, ep=4), Layout(8, ep=8)))],
 )
 def test_other_meshes_of_as_many_ranks(
     eight: ProcessWorld, saved: tuple[str, list[list[float]]], layout: Layout
@@ -57,10 +58,7 @@ def test_other_meshes_of_as_many_ranks(
     "layout",
     [
         *(Layout(2, ep=2), Layout(3)),
-        *(
-            pytest.param(layout, marks=pytest.mark.soak)
-            for layout in (Layout(1), Layout(4, ep=2), Layout(4, replicas=2), Layout(6, ep=2))
-        ),
+        *wide((Layout(1), Layout(4, ep=2), Layout(4, replicas=2), Layout(6, ep=2))),
     ],
 )
 def test_other_numbers_of_ranks(saved: tuple[str, list[list[float]]], layout: Layout) -> None:
@@ -76,6 +74,7 @@ def saved_itself(
     return path, eight.run(moe.train_and_save_itself, path, SAVED, STEPS)
 
 
+@pytest.mark.wide
 def test_an_optimizer_as_it_is_goes_on(
     eight: ProcessWorld, saved_itself: tuple[str, list[list[float]]]
 ) -> None:
@@ -88,6 +87,7 @@ def test_an_optimizer_as_it_is_goes_on(
         world.run(moe.resume_by_a_load_alone, path, Layout(3), STEPS, True)
 
 
+@pytest.mark.wide
 def test_a_load_alone_resumes_what_get_state_dict_gives(
     eight: ProcessWorld, saved: tuple[str, list[list[float]]]
 ) -> None:
@@ -118,6 +118,7 @@ def test_a_state_that_one_rank_lacks_is_zeros_if_asked(eight: ProcessWorld, tmp_
     eight.run(moe.lose_a_state, str(tmp_path / "c"), SAVED, "zeros", 2)
 
 
+@pytest.mark.wide
 def test_after_an_evaluation(eight: ProcessWorld, tmp_path: Path) -> None:
     eight.run(moe.save_after_an_evaluation, str(tmp_path / "c"), SAVED)
 
@@ -126,6 +127,7 @@ def test_a_models_own_state_dict(eight: ProcessWorld, tmp_path: Path) -> None:
     eight.run(moe.without_functions, str(tmp_path / "c"))
 
 
+@pytest.mark.wide
 def test_what_torch_and_dcp_saved_is_loaded(eight: ProcessWorld, tmp_path: Path) -> None:
     eight.run(moe.switch_from_torch, str(tmp_path / "c"), SAVED)
 

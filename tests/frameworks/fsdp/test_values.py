@@ -53,6 +53,7 @@ def test_tied_shards_are_stored_once(
     three.run(jobs.load_tied, str(tmp_path / "it"), False)
 
 
+@pytest.mark.wide
 def test_a_published_model_is_loaded_into_shards(three: ProcessWorld, tmp_path: Path) -> None:
     publish(TINY["qwen3"], tmp_path)
     three.run(jobs.published, str(tmp_path), "qwen3", timeout=120)

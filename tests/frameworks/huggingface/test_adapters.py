@@ -158,6 +158,7 @@ def test_a_model_that_peft_has_wrapped_is_filled_and_not_merged(case: str, folde
     assert f"base_model.model.{Q}".replace("weight", "lora_A.weight") in report.unasked
 
 
+@pytest.mark.wide
 def test_same_tells_what_became_of_a_merge(folders: Folders, tmp_path: Path) -> None:
     base, adapter = folders("dense")
     for dtype in (torch.float32, torch.bfloat16):
@@ -237,6 +238,7 @@ def test_commands_import_compare_and_export(folders: Folders, tmp_path: Path) ->
     assert run("import", "zero", base, step, "--adapter", adapter)[0] == 2
 
 
+@pytest.mark.wide
 def test_an_adapter_is_exported_from_a_checkpoint_of_sharded_ranks(folders: Folders, tmp_path: Path) -> None:
     base, adapter = folders("dense")
     with ProcessWorld(2) as world:

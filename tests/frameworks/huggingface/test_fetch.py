@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from tests.frameworks.huggingface import fetch_jobs
 from tests.frameworks.huggingface.models import TINY, publish, rewrite, weights
 from tests.frameworks.megatron.models import VOCAB, Layout
 from tests.support.processes import ProcessWorld
+from tests.support.wide import wide
 
 pytest.importorskip("transformers")
 pytest.importorskip("megatron.core")
@@ -38,13 +38,6 @@ MORE = [
 ]
 TAKEN_WHOLE = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 """Whole on all ranks with Transformer Engine, which production has; cut without it, as in these tests."""
-
-
-def soak(*cases: object) -> list[Any]:
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
-        for case in cases
-    ]
 
 
 def grid_of(layout: Layout) -> Grid:
@@ -82,7 +75,7 @@ def volume(boxes: list[Box]) -> int:
     return sum(box.volume for box in boxes)
 
 
-@pytest.mark.parametrize(("name", "layout"), [LAYOUTS[0], *LAYOUTS[3:], *soak(*LAYOUTS[1:3], *MORE)], ids=str)
+@pytest.mark.parametrize(("name", "layout"), wide([*LAYOUTS, *MORE], suite=LAYOUTS[4:]), ids=str)
 def test_what_is_fetched_for_a_rank_is_what_its_load_reads(
     name: str, layout: Layout, published: dict[str, Path], mcore_world: ProcessWorld
 ) -> None:
@@ -108,7 +101,9 @@ def test_what_is_fetched_for_a_rank_is_what_its_load_reads(
                 assert boxes == loose[tensor]
 
 
-@pytest.mark.parametrize(("name", "layout"), [LAYOUTS[3], *soak(LAYOUTS[0], LAYOUTS[2], MORE[0])], ids=str)
+@pytest.mark.parametrize(
+    ("name", "layout"), wide([LAYOUTS[0], LAYOUTS[2], LAYOUTS[3], MORE[0]], suite=[LAYOUTS[3]]), ids=str
+)
 def test_hosts_load_their_own_folders_with_nothing_else_present(
     name: str, layout: Layout, published: dict[str, Path], mcore_world: ProcessWorld, tmp_path: Path
 ) -> None:
@@ -187,7 +182,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(tp=2, ep=2, etp=2), *soak(Layout(pp=2, vpp=2, ep=4), TRAINED)], ids=str
+    "layout", wide([Layout(tp=2, ep=2, etp=2), Layout(pp=2, vpp=2, ep=4), TRAINED]), ids=str
 )
 def test_a_slice_of_a_checkpoint_resumes_a_model_and_its_optimizer(
     layout: Layout, step: Path, mcore_world: ProcessWorld, tmp_path: Path

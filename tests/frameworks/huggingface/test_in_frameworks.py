@@ -35,7 +35,10 @@ def lacks(name: str) -> str:
 EVERY = [
     pytest.param(
         name,
-        marks=pytest.mark.skipif(bool(lacks(name)), reason=lacks(name)),
+        marks=[
+            pytest.mark.skipif(bool(lacks(name)), reason=lacks(name)),
+            *[pytest.mark.wide] * (name != "megatron-bridge"),
+        ],
     )
     for name in FRAMEWORKS
 ]
@@ -66,12 +69,6 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published") / "model"
     publish(TINY["qwen3_moe"], folder)
     return folder
-
-
-def soak(framework: str) -> object:
-    """The parameter of a framework whose like is in the suite: run by `make soak`."""
-    [found] = [param for param in EVERY if param.values == (framework,)]
-    return pytest.param(framework, marks=[*found.marks, pytest.mark.soak])
 
 
 def preload_of(framework: str) -> str:
@@ -113,7 +110,7 @@ def test_the_bits_are_stocks_and_no_collective_is_issued(
     assert beside <= {path.name for path in ours.iterdir()}
 
 
-@pytest.mark.parametrize("framework", [EVERY[1], soak("mbridge"), soak("mcore-bridge")])
+@pytest.mark.parametrize("framework", EVERY)
 def test_a_rank_that_does_not_come_is_named(framework: str, published: Path, tmp_path: Path) -> None:
     # The load of mcore-bridge waits for nobody.
     out = str(tmp_path / "out") if framework == "mcore-bridge" else ""
@@ -207,6 +204,7 @@ NEMO_RL = pytest.mark.skipif(
 )
 
 
+@pytest.mark.wide
 @NEMO_RL
 def test_stock_import_waits_for_ranks_that_do_not_train(published: Path, tmp_path: Path) -> None:
     found = import_model(published, tmp_path, 6, 4, installed=False)
@@ -221,6 +219,7 @@ def test_an_import_is_of_the_ranks_that_train(published: Path, tmp_path: Path) -
     assert_imported(found, tmp_path, published, 4)
 
 
+@pytest.mark.wide
 @NEMO_RL
 def test_a_warm_up_and_a_session_that_can_not_be_agreed_are_left_out(published: Path, tmp_path: Path) -> None:
     """With all that the line adds, and nobody has said which ranks train."""
@@ -228,6 +227,7 @@ def test_a_warm_up_and_a_session_that_can_not_be_agreed_are_left_out(published: 
     assert_imported(found, tmp_path, published, 4)
 
 
+@pytest.mark.wide
 @NEMO_RL
 def test_a_rank_that_trains_and_does_not_import_is_named(published: Path, tmp_path: Path) -> None:
     found = import_model(published, tmp_path, 6, 4, absent=2)
@@ -244,7 +244,7 @@ def test_an_import_in_the_world_of_the_report(published: Path, tmp_path: Path) -
     assert_imported(found, tmp_path, published, 16)
 
 
-@pytest.mark.parametrize("framework", [EVERY[0], soak("megatron-bridge")])
+@pytest.mark.parametrize("framework", EVERY[:2])
 @needs("verl")
 def test_verl_saves_and_loads_published_weights(framework: str, published: Path, tmp_path: Path) -> None:
     steps = tmp_path / "global_step_1" / "actor"
@@ -254,7 +254,7 @@ def test_verl_saves_and_loads_published_weights(framework: str, published: Path,
     assert_same_model(steps / "model" / "huggingface", published)
 
 
-@pytest.mark.parametrize("framework", [EVERY[0], soak("megatron-bridge")])
+@pytest.mark.parametrize("framework", EVERY[:2])
 @needs("verl")
 def test_a_rank_that_verl_misses_is_named(framework: str, published: Path, tmp_path: Path) -> None:
     with ProcessWorld(4, preload=ANEW) as world:

@@ -16,14 +16,14 @@ from tests.frameworks.huggingface import jobs
 from tests.frameworks.huggingface.models import TINY, Published, rewrite, weights
 from tests.frameworks.megatron.models import Layout
 from tests.support.processes import ProcessWorld
+from tests.support.wide import wide
 
 pytest.importorskip("transformers")
 LAYOUTS = [
     ("qwen3_moe", Layout(pp=2, vpp=2, ep=4)),
     ("deepseek_v3", Layout(tp=2, pp=2, ep=2)),
-    *(
-        pytest.param(name, layout, marks=pytest.mark.soak)
-        for name, layout in (
+    *wide(
+        (
             ("qwen3 tied", Layout(tp=2, pp=2)),
             ("qwen3_next", Layout(tp=2, pp=2, ep=2)),
             ("qwen3_moe", Layout(tp=2, pp=2, ep=2)),
@@ -34,6 +34,18 @@ LAYOUTS = [
         )
     ),
 ]
+IN_SUITE = (
+    "llama",
+    "qwen3 tied",
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "qwen3_next",
+    "llama4_text",
+    "qwen3_vl",
+)
+"""One of each kind of table: dense, tied, experts, a dense layer first, latent attention, linear attention, experts in one tensor,
+and inside a multimodal model."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +59,7 @@ def alone() -> ProcessWorld:
         yield world
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", wide(TINY, suite=IN_SUITE))
 def test_logits_are_those_of_transformers(
     name: str, published: dict[str, Path], alone: ProcessWorld, tmp_path: Path
 ) -> None:
@@ -103,7 +115,8 @@ def test_every_layout_has_the_published_bits(
     assert again.config.model_type == AutoModelForCausalLM.from_pretrained(folder).config.model_type
 
 
-@pytest.mark.parametrize("name", [pytest.param("qwen3_moe", marks=pytest.mark.soak), "deepseek_v3"])
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_what_was_trained_on_is_exported_and_transformers_agrees(
     name: str, published: dict[str, Path], alone: ProcessWorld, mcore_world: ProcessWorld, tmp_path: Path
 ) -> None:
@@ -127,7 +140,7 @@ def test_what_was_trained_on_is_exported_and_transformers_agrees(
     assert difference < 1e-5 * largest
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", wide(TINY, suite=IN_SUITE))
 def test_transformers_own_modules_are_filled(name: str, published: dict[str, Path]) -> None:
     """Experts that transformers keeps in one tensor, and an output that is the embedding."""
     stock = TINY[name].auto.from_pretrained(published[name])

@@ -383,6 +383,7 @@ def test_elements_of_less_than_a_byte_are_refused_and_others_of_the_file_read(
         holdfast.load({"half": torch.zeros(2, 8)}, tmp_path, job=holdfast.Job(no_dist=True))
 
 
+@pytest.mark.wide
 def test_many_tensors_take_about_the_time_that_safetensors_takes(tmp_path: Path) -> None:
     many = 200_000
     rows = (

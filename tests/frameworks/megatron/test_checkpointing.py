@@ -88,6 +88,7 @@ def test_a_stock_checkpoint_loads_in_another_layout(
     assert tensors_that_differ(ours, tmp_path / "again") == []
 
 
+@pytest.mark.wide
 def test_stock_loads_what_is_exported(
     both: tuple[Path, Path, object], four: ProcessWorld, tmp_path: Path
 ) -> None:
@@ -100,6 +101,7 @@ def test_stock_loads_what_is_exported(
     assert tensors_that_differ(ours, tmp_path / "again") == []
 
 
+@pytest.mark.wide
 def test_a_framework_resumes_from_what_it_saved_as_buckets(tmp_path: Path) -> None:
     ours, stock, again = (tmp_path / name for name in ("ours", "stock", "again"))
     mixed = Recipe(layers=2, bf16=True)  # stock can't load the buckets of a model that is fp32 itself
@@ -115,9 +117,11 @@ def test_a_framework_resumes_from_what_it_saved_as_buckets(tmp_path: Path) -> No
     ("kind", "alike", "recipe"),
     [
         ("dp_reshardable", False, SMALL),
-        pytest.param("dp_reshardable", True, SMALL, marks=pytest.mark.soak),
-        ("fully_reshardable", True, SMALL),
-        ("dp_reshardable", True, Recipe(layers=2, bf16=True, offload=1.0)),
+        pytest.param("dp_reshardable", True, SMALL, marks=pytest.mark.wide),
+        pytest.param("fully_reshardable", True, SMALL, marks=pytest.mark.wide),
+        pytest.param(
+            "dp_reshardable", True, Recipe(layers=2, bf16=True, offload=1.0), marks=pytest.mark.wide
+        ),
     ],
     ids=lambda part: part.name if isinstance(part, Recipe) else str(part),
 )
@@ -157,6 +161,7 @@ def test_megatrons_queue_of_requests_without_a_collective(world: ProcessWorld, t
         ]
 
 
+@pytest.mark.wide
 def test_a_run_folder_as_megatron_lays_it_out(world: ProcessWorld, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for found in world.run(iterations, str(run), timeout=60):
@@ -213,6 +218,7 @@ def test_another_vocabulary_and_dtype(world: ProcessWorld, tmp_path: Path) -> No
     assert [value for _, larger in found for value in larger] == stored + [0.0] * 16
 
 
+@pytest.mark.wide
 def test_a_chain_that_stock_has_numbered_loads_with_its_optimizers_state(tmp_path: Path) -> None:
     layout = Layout(ep=2)
     with ProcessWorld(2) as world:

@@ -31,6 +31,7 @@ from tests.support.collectives import counted
 from tests.support.processes import ProcessWorld
 from tests.support.stand_ins import stand_in_for
 from tests.support.waiting import SLACK
+from tests.support.wide import wide
 
 SMALL = Recipe(layers=2)
 RANKS, ABSENT = 4, 3
@@ -310,7 +311,7 @@ def takes_a_manager() -> bool:
     return "def create_checkpoint_manager(" in source.read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module", params=FRAMEWORKS)
+@pytest.fixture(scope="module", params=wide(FRAMEWORKS, suite=("ms-swift", "megatron-lm")))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     name = request.param
     if importlib.util.find_spec(MODULES[name]) is None:
@@ -333,7 +334,7 @@ def test_only_their_own_barriers_are_left(saved: Saved) -> None:
     assert saved.collectives == [["barrier"] * BARRIERS[saved.name]] * RANKS
 
 
-@pytest.mark.parametrize("layout", [pytest.param(HOME, marks=pytest.mark.soak), OTHER], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(HOME, marks=pytest.mark.wide), OTHER], ids=str)
 def test_loads(saved: Saved, layout: Layout, tmp_path: Path) -> None:
     with ProcessWorld(RANKS) as world:
         found = world.run(load_and_save, saved.name, layout, str(tmp_path), str(saved.folder), timeout=120)

@@ -72,7 +72,7 @@ def load_save_train(
 Saved = tuple[Path, list[tuple[list[float], Groups]]]
 CASES = [
     (FUSED, Layout(ep=4)),
-    (PRECISE, HOME),
+    pytest.param(PRECISE, HOME, marks=pytest.mark.wide),
     *(pytest.param(recipe, HOME, marks=pytest.mark.soak) for recipe in (FUSED, PLAIN, EXPERTS_FIRST)),
     *(pytest.param(recipe, Layout(tp=2, pp=2), marks=pytest.mark.soak) for recipe in (FUSED, PRECISE)),
 ]
@@ -157,6 +157,7 @@ def save_at_once(rank: int, recipe: Recipe, folder: str) -> list[float]:
         return [run.step() for _ in range(2)]
 
 
+@pytest.mark.wide
 def test_an_optimizer_that_has_not_stepped_yet(world: ProcessWorld, tmp_path: Path) -> None:
     for recipe in (FUSED, PRECISE):
         folder = tmp_path / recipe.name
@@ -225,6 +226,7 @@ def load_only(rank: int, recipe: Recipe, folder: str) -> str | Groups:
         return groups_of(run)
 
 
+@pytest.mark.wide
 def test_a_zero_that_was_written_for_empty_groups_counts_for_nothing(
     world: ProcessWorld, tmp_path: Path
 ) -> None:
@@ -238,6 +240,7 @@ def test_a_zero_that_was_written_for_empty_groups_counts_for_nothing(
         assert groups == [(has, 3 if has else None) for has, _ in groups]
 
 
+@pytest.mark.wide
 def test_steps_that_differ_are_refused_on_all_ranks(world: ProcessWorld, tmp_path: Path) -> None:
     world.run(save_steps, str(tmp_path / "a"), 7, timeout=120)
     said = world.run(load_only, FUSED, str(tmp_path / "a"), timeout=120)

@@ -14,6 +14,7 @@ from holdfast._tools.checkpoints.diff import compare
 from tests.frameworks.megatron.jobs import load_save_train, train_and_save
 from tests.frameworks.megatron.models import Layout, Recipe
 from tests.support.processes import ProcessWorld
+from tests.support.wide import wide
 
 QWEN = Recipe()
 DEEPSEEK = Recipe(per_layer=True, shared_expert=True, tied=True, bf16=True, latent=True)
@@ -21,8 +22,7 @@ OFFLOADED = Recipe(bf16=True, offload=0.5)
 HOME = Layout(tp=2, ep=2)
 CASES = [
     (QWEN, 4, Layout(tp=2, ep=2, etp=2)),
-    (DEEPSEEK, 8, Layout(tp=2, pp=2, ep=2)),
-    (OFFLOADED, 4, Layout(pp=2, ep=2)),
+    *wide([(DEEPSEEK, 8, Layout(tp=2, pp=2, ep=2)), (OFFLOADED, 4, Layout(pp=2, ep=2))]),
     pytest.param(QWEN, 4, Layout(cp=2, ep=4), marks=pytest.mark.soak),
     pytest.param(QWEN, 4, Layout(pp=2, vpp=2, ep=2), marks=pytest.mark.soak),
     *(
@@ -86,7 +86,7 @@ def test_any_layout_to_any(recipe: Recipe, ranks: int, layout: Layout, saved: Sa
 
 @pytest.mark.parametrize(
     "recipe",
-    [*(pytest.param(recipe, marks=pytest.mark.soak) for recipe in (QWEN, DEEPSEEK)), OFFLOADED],
+    [*(pytest.param(recipe, marks=pytest.mark.soak) for recipe in (QWEN, DEEPSEEK)), *wide([OFFLOADED])],
     ids=lambda recipe: recipe.name,
 )
 def test_the_same_layout_goes_on_bit_for_bit(

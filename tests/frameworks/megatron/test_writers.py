@@ -21,6 +21,7 @@ from tests.frameworks.megatron.jobs import load_save_train, train_and_save
 from tests.frameworks.megatron.models import Layout, Recipe, build, config_of, describe, parallel
 from tests.support.boxes import tiles
 from tests.support.processes import ProcessWorld
+from tests.support.wide import wide
 
 BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 DP2, DP4_EP2 = Layout(tp=2, pp=2), Layout(tp=2, ep=2)
@@ -123,14 +124,10 @@ CASES = {
     Layout(tp=2, ep=2, etp=2): ALL,
     Layout(pp=2, vpp=2, ep=2): (deepseek(4),),
 }
-SHORT = (DP4_EP2, Layout(tp=2, ep=2, etp=2), Layout(pp=2, vpp=2, ep=2))
+IN_SUITE = (Layout(tp=2, ep=2, etp=2),)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(each, marks=[] if each in SHORT else [pytest.mark.soak]) for each in CASES],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", wide(CASES, suite=IN_SUITE), ids=str)
 def test_each_element_of_a_model_is_written_once(layout: Layout, mcore_world: ProcessWorld) -> None:
     said = mcore_world.run(of_models, layout, CASES[layout], timeout=120)
     for number, recipe in enumerate(CASES[layout]):

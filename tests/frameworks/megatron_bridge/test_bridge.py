@@ -25,6 +25,7 @@ JOB = Job(timeout=30, stall_timeout=4.0)
 GIVEN = replace(JOB, participants=range(4))
 
 
+@pytest.mark.wide
 def test_stock_waits_for_ranks_that_do_not_train(tmp_path: Path) -> None:
     with ProcessWorld(6) as world:
         found = world.run(bridge_jobs.save_of_some, str(tmp_path), 4, None, None, 4.0, timeout=100)
@@ -35,7 +36,9 @@ def test_stock_waits_for_ranks_that_do_not_train(tmp_path: Path) -> None:
     assert not (tmp_path / TRACKER).exists()
 
 
-@pytest.mark.parametrize("job", [JOB, GIVEN], ids=["found out", "given"])
+@pytest.mark.parametrize(
+    "job", [pytest.param(JOB, id="found out", marks=pytest.mark.wide), pytest.param(GIVEN, id="given")]
+)
 def test_only_the_ranks_that_train_are_waited_for(job: Job, tmp_path: Path) -> None:
     with ProcessWorld(6) as world:
         found = world.run(bridge_jobs.save_of_some, str(tmp_path), 4, None, job, 4.0, timeout=100)
@@ -53,6 +56,7 @@ def test_idle_members_of_the_groups_are_left_out(tmp_path: Path) -> None:
     assert verify(tmp_path / "iter_0000000").whole
 
 
+@pytest.mark.wide
 def test_idle_members_that_nobody_has_named_are_told(tmp_path: Path) -> None:
     with ProcessWorld(8) as world:
         found = world.run(
@@ -85,6 +89,7 @@ def test_a_save_of_a_model_does_without_idle_members(tmp_path: Path) -> None:
         assert index.about["notes"]["without"] == [4, 5, 6, 7]
 
 
+@pytest.mark.wide
 def test_an_idle_member_that_comes_late_is_told(tmp_path: Path) -> None:
     with ProcessWorld(8) as world:
         job = Job(report_after=2.0)
@@ -108,6 +113,7 @@ def test_nobody_but_the_lowest_rank_decides_that_ranks_are_idle(tmp_path: Path) 
     assert not (tmp_path / TRACKER).exists()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("ranks", "layout", "changes"),
     [(8, LAYOUT, "object"), (4, Layout(tp=2, ep=4), "")],
@@ -127,6 +133,7 @@ def test_a_late_rank_with_something_of_its_own_is_waited_for(
     assert verify(tmp_path / "iter_0000000").whole
 
 
+@pytest.mark.wide
 def test_one_that_trains_and_does_not_come_is_named(tmp_path: Path) -> None:
     with ProcessWorld(6) as world:
         found = world.run(
@@ -139,12 +146,14 @@ def test_one_that_trains_and_does_not_come_is_named(tmp_path: Path) -> None:
         assert took < 4 + SLACK
 
 
+@pytest.mark.wide
 def test_stock_preparation_under_megatron_fsdp_never_saves(tmp_path: Path) -> None:
     with ProcessWorld(4) as world:
         said = world.run(fsdp.save, str(tmp_path), Layout(ep=2), False, timeout=100)
     assert "saved" not in said
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "offloads", [*(pytest.param(share, marks=pytest.mark.soak) for share in (None, 0.0)), 1.0]
 )

@@ -45,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("ranks", "layout", "knows"),
     [
         pytest.param(4, SAVED, True, marks=pytest.mark.soak),
-        (4, SAVED, False),
+        pytest.param(4, SAVED, False, marks=pytest.mark.wide),
         pytest.param(4, Layout(tp=2, ep=2), True, marks=pytest.mark.soak),
         (2, Layout(), True),
     ],
@@ -55,6 +55,7 @@ def test_loaded_in_any_layout(saved: str, ranks: int, layout: Layout, knows: boo
         assert min(own.run(megatron.load_and_compare, saved, layout, knows, timeout=120)) > 30
 
 
+@pytest.mark.wide
 def test_what_stock_code_saved_is_loaded(saved: str) -> None:
     """A checkpoint of format fsdp_dtensor, which torch DCP wrote, into another layout."""
     with ProcessWorld(4) as ranks:
@@ -64,6 +65,7 @@ def test_what_stock_code_saved_is_loaded(saved: str) -> None:
         )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "fraction", [pytest.param(0.0, marks=pytest.mark.soak), 0.5, pytest.param(1.0, marks=pytest.mark.soak)]
 )
@@ -81,6 +83,7 @@ def test_training_with_an_offloaded_optimizer_goes_on(fraction: float, tmp_path:
             assert other == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.wide
 def test_stock_preparation_of_the_same_states_hangs_or_fails() -> None:
     """Megatron-LM issue 4910: each rank gathers for the states that it has."""
     with ProcessWorld(4) as world:

@@ -203,7 +203,7 @@ def test_each_epoch_is_a_checkpoint_of_holdfast(saved: Saved) -> None:
         assert not list(folder.glob("*.distcp"))
 
 
-@pytest.mark.parametrize("ranks", [4, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_any_number_of_ranks_goes_on_from_the_newest(ranks: int, saved: Saved) -> None:
     with ProcessWorld(ranks) as world:
         epochs, loaded, losses = world.run(loads, str(saved.folder), timeout=100)[0]
@@ -212,6 +212,7 @@ def test_any_number_of_ranks_goes_on_from_the_newest(ranks: int, saved: Saved) -
     assert losses == (saved.losses if ranks == 4 else pytest.approx(saved.losses, rel=1e-5))
 
 
+@pytest.mark.wide
 def test_stock_goes_on_from_an_export(saved: Saved, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     export_torch_dist(saved.folder / "out" / "dist_epoch_1", tmp_path / "out" / "dist_epoch_1")
@@ -239,6 +240,7 @@ def test_a_writer_with_code_of_its_own_stays_and_a_line_says_so(tmp_path: Path) 
     assert list((tmp_path / "out" / "dist_epoch_1").glob("*.distcp"))
 
 
+@pytest.mark.wide
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     with ProcessWorld(4) as world:
         found = world.run(saves_without, str(tmp_path), 2, timeout=100)

@@ -25,7 +25,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("which", ["EP", pytest.param("CP", marks=pytest.mark.soak)])
+@pytest.mark.wide
+@pytest.mark.parametrize("which", ["EP", pytest.param("CP", marks=pytest.mark.wide)])
 def test_every_group_that_megatron_makes_is_warmed_up(which: str) -> None:
     with ProcessWorld(16) as world:
         found = world.run(jobs.megatron_groups, LAYOUTS[which], which == "CP", timeout=120)
@@ -40,6 +41,7 @@ def test_every_group_that_megatron_makes_is_warmed_up(which: str) -> None:
         assert (0, 1, 2, 3) in moe  # the experts' all-to-all, which ms-swift's own warm-up leaves out
 
 
+@pytest.mark.wide
 def test_groups_of_experts_and_pipelines_are_warmed_up_for_what_megatron_does_with_them() -> None:
     layout = {
         "tensor_model_parallel_size": 2,

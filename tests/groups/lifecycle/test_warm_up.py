@@ -88,6 +88,7 @@ def test_a_rank_that_does_not_do_its_part_is_named_on_all_others(
         assert said == results[min(others)].get()[0]
 
 
+@pytest.mark.wide
 def test_twenty_rounds_leave_nothing_behind(world: ProcessWorld) -> None:
     for known, files, threads in world.run(jobs.open_and_close, 8, 20, timeout=120):
         assert set(known) == {1}  # the default group

@@ -54,7 +54,7 @@ def launch(how: str, folder: str) -> list[int | None]:
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param("exits with 0", marks=pytest.mark.soak), "raises", "returns", "exits with 3"],
+    [pytest.param("exits with 0", marks=pytest.mark.wide), "raises", "returns", "exits with 3"],
 )
 def test_one_that_ends_well_ends_nobody_and_its_last_save_is_committed(how: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", __name__, how, str(tmp_path)]

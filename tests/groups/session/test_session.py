@@ -42,7 +42,7 @@ def test_a_save_that_is_pending_at_the_end_is_committed(tmp_path: Path) -> None:
     [
         ("raise on 0", 0, "ValueError: the loss of rank 0 is not a number"),
         pytest.param(
-            "raise on 2", 2, "ValueError: the loss of rank 2 is not a number", marks=pytest.mark.soak
+            "raise on 2", 2, "ValueError: the loss of rank 2 is not a number", marks=pytest.mark.wide
         ),
         ("raise while others compute", 2, "ValueError: the loss is not a number"),
         ("save and raise", 2, "ValueError: the loss is not a number"),
@@ -193,7 +193,7 @@ def test_an_error_that_nobody_catches_ends_a_session_without_a_block(tmp_path: P
             "bare exit",
             3,
             r"exited with code 3 \(SystemExit\) at .*jobs.py:\d+ leave\.",
-            marks=pytest.mark.soak,
+            marks=pytest.mark.wide,
         ),
         ("exit with words", 1, r"exited with 'the data is gone' \(SystemExit\) at .*jobs.py:\d+ leave\."),
         ("os._exit", 3, r": its process has ended( with exit code 3)?\."),
