@@ -18,8 +18,9 @@ import torch.distributed.checkpoint as torch_dcp
 import holdfast
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
-from holdfast._tools.checkpoints.inspect import describe_run
-from holdfast.errors import BadInput, Conflict, HoldfastError
+from holdfast._tools.checkpoints.inspect import describe_run, fate
+from holdfast._tools.checkpoints.prune import prune
+from holdfast.errors import BadInput, Conflict, HoldfastError, MissingTensors
 from tests.run import jobs
 from tests.support.processes import ProcessWorld
 from tests.support.threads import on_ranks
@@ -169,6 +170,66 @@ def test_the_best_steps_stay(tmp_path: Path) -> None:
     with alone(tmp_path, **{**rules, "keep_best": 1}) as run:  # the next start may have other rules
         run.save(7, {"w": torch.ones(3)}, metrics={"acc": 0.2})
         assert run.steps() == [5, 7]
+
+
+@pytest.mark.parametrize("where", ["one job", "a job each"])
+def test_steps_of_some_names_leave_the_newest_whole_ones(where: str, tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3), "m": torch.ones(3)}
+
+    def save(run: holdfast.Checkpoints, step: int) -> None:
+        state["w"].fill_(step)
+        some: dict[str, Any] = (
+            {} if step in (1, 5) else {"exclude": ["m"]} if step == 4 else {"include": ["w"]}
+        )
+        run.save(step, state, **some)
+
+    if where == "one job":
+        with alone(tmp_path, keep=1) as run:
+            for step in (1, 2, 3, 4):
+                save(run, step)
+    else:
+        for step in (1, 2, 3, 4):
+            with alone(tmp_path, keep=1) as run:
+                save(run, step)
+    assert run.steps() == [1, 4]
+    described = describe_run(run.store)
+    assert [(step.kept, step.is_partial) for step in described.steps] == [
+        ("one of the newest 1 whole ones", False),
+        ("one of the newest 1", True),
+    ]
+    assert fate(described, described.steps[1]) == "saved with include= or exclude=, one of the newest 1"
+    with alone(tmp_path, keep=1) as run:
+        with pytest.raises(
+            MissingTensors, match="It holds 1 names, of a save with include= or exclude=; leave"
+        ):
+            run.restore(state)
+        assert run.restore(state, step=1) == 1
+        save(run, 5)
+        assert run.steps() == [5]
+
+
+def test_a_whole_step_stays_while_the_newer_ones_can_not_be_read(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3), "m": torch.ones(3)}
+    with alone(tmp_path) as run:
+        run.save(1, state)
+        run.save(2, state)
+    (tmp_path / "step-00000002" / "index.safetensors").write_bytes(b"damaged")
+    with alone(tmp_path, keep=1) as run:
+        run.save(3, state, include=["w"])
+        assert run.steps() == [1, 2, 3]
+        run.save(4, state)
+        assert run.steps() == [4]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_prune_leaves_the_newest_whole_steps(keep: int, tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3), "m": torch.ones(3)}
+    with alone(tmp_path) as run:
+        for step, include in ((1, None), (2, None), (3, None), (4, ["w"]), (5, ["w"]), (6, ["w"])):
+            run.save(step, state, include=include)
+    assert prune(tmp_path, keep=keep, dry_run=True).kept == ((3, 6) if keep == 1 else (2, 3, 5, 6))
+    prune(tmp_path, keep=keep)
+    assert run.steps() == ([3, 6] if keep == 1 else [2, 3, 5, 6])
 
 
 def test_metrics_and_rules_survive_a_reindex(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ def runs(draw: st.DrawFn) -> list[StepFacts]:
         created = draw(st.sampled_from([now, now, now, None]))
         value = draw(st.one_of(st.none(), st.integers(-3, 3).map(float)))
         metrics = draw(st.sampled_from([{"loss": value}, {"loss": value}, {}, None]))
-        found.append(StepFacts(step, created, metrics))
+        partial = draw(st.sampled_from([False, False, True, None]))
+        found.append(StepFacts(step, created, metrics, partial=partial))
     return found
 
 
@@ -67,8 +68,18 @@ def test_the_newest_the_best_and_the_unknown_stay_and_the_rest_go(
         if unknown or rules.stays_by_number(facts.step):
             assert facts.step in kept
         assert (facts.step in kept) == bool(kept.get(facts.step))
+    whole = [facts.step for facts in steps if facts.partial is False]
+    assert kept.keys() >= set(whole[-rules.keep :])
+    may_be = [facts.step for facts in steps if facts.partial is None]
+    if len(whole) < rules.keep:
+        assert kept.keys() >= set(may_be)
     if not rules.best and rules.keep_every is None:
-        assert len(kept) == min(rules.keep, len(steps))
+        unknown = [step for step in may_be if len(whole) < rules.keep or step > whole[-rules.keep]]
+        assert kept.keys() == {
+            *(facts.step for facts in steps[-rules.keep :]),
+            *whole[-rules.keep :],
+            *unknown,
+        }
 
 
 @settings(max_examples=300, deadline=None)
@@ -87,15 +98,15 @@ def test_a_choice_after_every_save_is_the_choice_over_all_of_them(
 
 def test_one_step_in_every_so_much_time_stays() -> None:
     rules = Retention(keep=1, keep_every=timedelta(minutes=10))
-    steps = [StepFacts(step, 1e9 + 240 * step) for step in range(10)]
+    steps = [StepFacts(step, 1e9 + 240 * step, partial=False) for step in range(10)]
     assert list(rules.kept(steps)) == [0, 3, 6, 9]
     assert rules.kept(steps)[9] == "one of the newest 1, every 0:10:00"
 
 
 def test_a_clock_that_was_ahead_and_was_set_back_does_not_end_the_rule() -> None:
     rules = Retention(keep=1, keep_every=timedelta(minutes=10))
-    ahead = [StepFacts(step, 2e9 + 240 * step) for step in range(4)]
-    steps = ahead + [StepFacts(step, 1e9 + 240 * step) for step in range(4, 12)]
+    ahead = [StepFacts(step, 2e9 + 240 * step, partial=False) for step in range(4)]
+    steps = ahead + [StepFacts(step, 1e9 + 240 * step, partial=False) for step in range(4, 12)]
     assert list(rules.kept(steps)) == [0, 3, 4, 7, 10, 11]
 
 
@@ -170,9 +181,11 @@ def test_rules_that_make_no_sense_are_none(described: object) -> None:
 
 
 def test_an_index_is_not_trusted() -> None:
-    assert facts_of(1, {"created": "now", "metrics": 3}) == StepFacts(1)
-    assert facts_of(1, {"created": 5, "metrics": {"loss": "low"}}) == StepFacts(1, 5.0, {"loss": "low"})
-    assert facts_of(1, {"created": 10**400}) == StepFacts(1, None, {})
+    assert facts_of(1, {"created": "now", "metrics": 3, "partial": 1}) == StepFacts(1)
+    assert facts_of(1, {"created": 5, "metrics": {"loss": "low"}}) == StepFacts(
+        1, 5.0, {"loss": "low"}, partial=False
+    )
+    assert facts_of(1, {"created": 10**400, "partial": True}) == StepFacts(1, None, {}, partial=True)
     rules = Retention(keep=1, best="loss", best_mode="min")
     strange = [
         StepFacts(1, 1.0, {"loss": "low"}),

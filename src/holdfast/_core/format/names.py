@@ -40,6 +40,8 @@ PINS = ".holdfast-pins"
 rank of a later step that names data files of this one."""
 REMOVED = ".holdfast-removed"
 """In a run folder, on stores without locks: a folder with a file for each step that is being removed."""
+PARTIAL = "partial"
+"""The key in an index that tells whether `include=` or `exclude=` of the save selected its names."""
 EMBEDDED = "__holdfast__"
 """The entry of a data file that contains the file's own index."""
 # `\Z`, because `$` would also match before a newline at the end. Each part begins with a letter, a digit, `_`

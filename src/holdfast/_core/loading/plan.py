@@ -11,7 +11,7 @@ import torch
 from holdfast._core.base.values import Json
 from holdfast._core.format.columns import Array, Columns
 from holdfast._core.format.limits import bounded_memory
-from holdfast._core.format.names import up_to_rank
+from holdfast._core.format.names import PARTIAL, up_to_rank
 from holdfast._core.io.file_reader import ReadPlan, plan_read
 from holdfast._core.io.renamed import moved
 from holdfast._core.io.source import ForeignSource, Source, rows_of
@@ -247,14 +247,15 @@ def _check_missing(
             return f"{name!r}" + (f" (nearest: {near!r})" if near else "")
 
         found = _renaming(index, table, gone, have)
+        of = ", of a save with include= or exclude=" if index.about.get(PARTIAL) is True else ""
         raise MissingTensors(
             f"{request.store.url} does not hold {len(names)} of the names in the state: "
             f"{listed(names, say, most=3 if found else 10)}.",
             hint=found
             or _quantized({table.specs[row].name: of_row[row] for row in gone}, have)
             or (_of_this_rank(example) if all(of_row[row].private for row in gone) else "")
-            or f"It holds {index.tensors} names; leave these out of the load, or pass {request.lenient} to "
-            "load the others.",
+            or f"It holds {index.tensors} names{of}; leave these out of the load, or pass "
+            f"{request.lenient} to load the others.",
             details={"missing": names[:100]},
         )
     return names, len(table) - len(empty)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from holdfast._core.background.pending import Pending
 from holdfast._core.base.values import Json
+from holdfast._core.format.names import PARTIAL
 from holdfast._core.io.old_steps import is_removable, remove_step
 from holdfast._core.io.removal import finish_removals
 from holdfast._core.io.renamed import Rename
@@ -138,7 +139,7 @@ class Checkpoints(RunFolder):
                 # The committer calls it twice: before it begins, and right before it commits.
                 permit=partial(self._permit_save, call, step),
                 ended=self._lease.note_end,
-                after=lambda: self._retire(step),
+                after=lambda: self._retire(step, PARTIAL in request.about),
             )
             return SaveJob(request) if self._tier is None else self._tier.save(self, request, self._takeover)
 

@@ -312,12 +312,15 @@ class RunFolder:
             with self._old.tidying:
                 origin.follow(self.store, step)
 
-    def _retire(self, step: int) -> None:
-        """Remove the steps that no rule keeps, the one just saved never among them."""
+    def _retire(self, step: int, partial: bool = False) -> None:
+        """Remove the steps that no rule keeps, the one just saved never among them.
+
+        partial: whether it was saved with `include=` or `exclude=`.
+        """
         # Another job may have taken the folder over since the commit; this job must not remove its steps.
         if self._rules.keep is None or not self._lease.is_held():
             return
-        self._old.retire(step, step_folder(step, self.megatron))
+        self._old.retire(step, step_folder(step, self.megatron), partial)
 
     def _about(self, metrics: Mapping[str, SupportsFloat] | None) -> Message:
         """Return what the index of a step says besides the arguments of every save."""

@@ -37,12 +37,17 @@ class OldSteps:
         """Return the step with the best metric; None if no step has the metric."""
         return self.rules.best_step([self._read(*found) for found in own_steps(self.store).items()])
 
-    def retire(self, step: int, folder: str) -> None:
-        """Remove the steps that no rule keeps, except the step just saved, in `folder`. Only logs errors."""
+    def retire(self, step: int, folder: str, partial: bool = False) -> None:
+        """Remove the steps that no rule keeps, except the step just saved, in `folder`. Only logs errors.
+
+        partial: whether it was saved with `include=` or `exclude=`.
+        """
         with self.tidying:
             self.damaged.discard(step)  # it was saved again
             self._passed.discard(folder)
             self.forget(folder)
+            if not self.rules.asks_the_index:
+                self._facts[folder] = StepFacts(step, partial=partial)
             if not self._refusals.may_go_on(folder):
                 return
             try:
@@ -77,14 +82,13 @@ class OldSteps:
         removable = self._removable(newest_first, rules.keep)
         if len(removable) <= rules.keep:
             return []
-        kept = rules.kept(
-            [
-                (self._read_once(step, folder) if rules.asks_the_index else StepFacts(step))._replace(
-                    left=step in gone
-                )
-                for step, folder in removable.items()
-            ]
-        )
+        facts, whole = {step: StepFacts(step, partial=False) for step in removable}, 0
+        for step, folder in removable.items():  # the newest first
+            if whole == rules.keep and not rules.asks_the_index:
+                break
+            facts[step] = self._read_once(step, folder)
+            whole += facts[step].partial is False
+        kept = rules.kept([facts[step]._replace(left=step in gone) for step in removable])
         # An older step that was saved again may not be among the newest; it stays until the next save.
         going = [folder for step, folder in sorted(removable.items()) if step not in kept and step != saved]
         linked = linked_steps(store) if going else {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from holdfast._core.base.options import Options
 from holdfast._core.base.values import Json, Message
+from holdfast._core.format.names import PARTIAL
 from holdfast._core.layout.grid import Grid
 from holdfast._core.protocol.call import Call, check_names, whole_step
 from holdfast._core.state.leaf import Flat
@@ -76,6 +77,8 @@ class SaveRequest:
         check_names(include=self.include, exclude=self.exclude, expected=self.expected)
         if self.step is not None:
             object.__setattr__(self, "step", whole_step(self.step))
+        if self.include is not None or self.exclude:
+            object.__setattr__(self, "about", {**self.about, PARTIAL: True})
         try:
             # Checked now, because the index is encoded only at the commit, after all ranks have written.
             json.dumps(self.notes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from math import isfinite
@@ -11,6 +11,7 @@ from typing import NamedTuple, SupportsFloat
 import msgspec
 
 from holdfast._core.base.values import Message, given
+from holdfast._core.format.names import PARTIAL
 from holdfast.errors import BadInput
 
 MODES = ("min", "max")
@@ -26,6 +27,8 @@ class StepFacts(NamedTuple):
     """None: not known. A metric that was not finite is None in it."""
     left: bool = False
     """Whether the run has left it behind by going back to an older step."""
+    partial: bool | None = None
+    """Whether it was saved with `include=` or `exclude=`. None: not known."""
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +88,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
         if self.keep is None:
             return dict.fromkeys((facts.step for facts in ascending), "all steps are kept")
         newest = {facts.step for facts in ascending[-self.keep :]}
+        whole = self._newest_whole(ascending)
         best, last, found = self._best(ascending)[: self.keep_best], None, dict[int, str]()
         best_text = (
             f"best {self.best}" if self.keep_best == 1 else f"one of the {self.keep_best} best by {self.best}"
@@ -93,6 +97,9 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
             if before is not None and before.left != facts.left:
                 last = None  # each branch has its own times
             why = [f"one of the newest {self.keep}"] if facts.step in newest else []
+            if facts.step in whole and not why:
+                of = f"the newest {self.keep} whole ones"
+                why.append(f"it may be one of {of}" if facts.partial is None else f"one of {of}")
             if self.stays_by_number(facts.step):
                 why.append(f"every {self.keep_every} steps")
             if isinstance(self.keep_every, timedelta):
@@ -109,6 +116,18 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
                 why.append(best_text)
             if why:
                 found[facts.step] = ", ".join(why)
+        return found
+
+    def _newest_whole(self, ascending: Sequence[StepFacts]) -> set[int]:
+        """Return the newest `keep` steps that are not partial, and newer ones of which that is not known."""
+        found, left = set[int](), self.keep
+        for facts in reversed(ascending):
+            if left == 0:
+                break
+            if not facts.partial:
+                found.add(facts.step)
+            if facts.partial is False and left is not None:
+                left -= 1
         return found
 
     def best_step(self, steps: Collection[StepFacts]) -> int | None:
@@ -187,10 +206,15 @@ def retention_of(described: object) -> Retention | None:
 
 
 def facts_of(step: int, about: Mapping[str, object]) -> StepFacts:
-    """Return the facts about a step in an index, which is not trusted. Without the key, there are no
-    metrics."""
-    created, metrics = about.get("created"), about.get("metrics", {})
-    return StepFacts(step, _number(created), metrics if isinstance(metrics, dict) else None)
+    """Return the facts about a step in an index, which is not trusted. Without the keys, there are no
+    metrics, and the step is whole."""
+    created, metrics, partial = about.get("created"), about.get("metrics", {}), about.get(PARTIAL, False)
+    return StepFacts(
+        step,
+        _number(created),
+        metrics if isinstance(metrics, dict) else None,
+        partial=partial if isinstance(partial, bool) else None,
+    )
 
 
 def check_interval(argument: str, every: object) -> None:

@@ -118,6 +118,8 @@ class RunStep(msgspec.Struct, frozen=True):
     """Whether it was removed but for data that later steps refer to, or that somebody reads."""
     is_unknown: bool = False
     """Whether storage did not let the index be read, so that `problem` is no damage."""
+    is_partial: bool = False
+    """Whether it was saved with `include=` or `exclude=`."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -186,6 +188,7 @@ def fate(run: Run, step: RunStep) -> str:
     goes = run.rules is not None and step.committed and not (step.problem or step.kept)
     reasons = [
         "left behind" if step.is_left else "",
+        "saved with include= or exclude=" if step.is_partial else "",
         step.kept,
         "goes at the next save" if goes else "",
         "is being read" if step.is_read else "",
@@ -304,7 +307,11 @@ def _step(step: int, store: Store, abouts: dict[int, Json]) -> RunStep:
                 size = index.size + sum(size for name, size in sizes if not split_reference(name))
                 abouts[step] = about = index.about
                 created, metrics = moment(about.get("created")), about.get("metrics")
-                return RunStep(step, store.url, True, size, created, None, metrics, is_read=is_pinned(store))
+                is_partial = facts_of(step, about).partial is True
+                read = is_pinned(store)
+                return RunStep(
+                    step, store.url, True, size, created, None, metrics, is_read=read, is_partial=is_partial
+                )
         except HoldfastError as error:
             # A damaged step still counts as committed, because `restore` tries it too.
             size, unknown = _present_bytes(store, names), is_unanswered(error)

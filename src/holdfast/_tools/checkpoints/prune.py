@@ -41,6 +41,7 @@ from holdfast._core.store.branches import is_left, left_behind
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import has_live_pin, is_pinned
 from holdfast._core.store.publishing import HIDDEN
+from holdfast._core.store.retention import facts_of
 from holdfast._core.store.run_folder import all_step_folders, is_linked, is_spelled_as_ours, linked_steps
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
 
@@ -89,6 +90,8 @@ class _Sweep:
         self.skipped: list[Skipped] = []
         self.good: dict[str, int] = {}
         """Folders of the committed steps whose index can be read, with their step."""
+        self.partial: set[str] = set()
+        """Folders of those that were saved with `include=` or `exclude=`."""
         self.referred: dict[str, set[str]] = {}
         """By folder, what the index of a committed step names of other steps."""
         self.busy: set[str] = set()
@@ -128,6 +131,8 @@ class _Sweep:
                 index.select()  # a step counts as committed only if all of its index can be read
             self.referred[folder] = set(filter(split_reference, named))
             self.good[folder] = step
+            if facts_of(step, index.about).partial:
+                self.partial.add(folder)
             why = "no index names it"
         # Also raised for a checkpoint of torch DCP, of which only files with our names are considered.
         except NotCommitted:
@@ -174,14 +179,16 @@ class _Sweep:
         return {*self.store.list(folder), *inside} - {f"{DATA}/", f"{PINS}/", *ours}
 
     def old(self, keep: int) -> None:
-        """Remove committed steps beyond the newest `keep` that can be read."""
+        """Remove readable committed steps, except the newest `keep` and the newest `keep` whole ones."""
         # `good` ascends by step, in the order of the visits; those left behind count as older. It has only
         # steps that can be read, so a damaged newest step never displaces the last good one.
         listed = left_behind(self.store)
         left = {one for one in self.good if is_left(self.store, listed, one, INDEX)}
         ours = sorted(filter(is_spelled_as_ours, self.good), key=lambda one: one not in left)
         gone = {item.path for item in self.removed}  # left-overs: in a dry run they are still there
-        going = ours[: max(len(ours) - keep, 0)]
+        whole = [one for one in ours if one not in self.partial]
+        stay = {*ours[max(len(ours) - keep, 0) :], *whole[max(len(whole) - keep, 0) :]}
+        going = [one for one in ours if one not in stay]
         linked = linked_steps(self.store)
         self.skipped += [
             Skipped(one, f"the link {linked[one]} leads to it") for one in going if one in linked
