@@ -183,6 +183,10 @@ def test_inspect_filters_and_limits(kept: Path, run: Run, run_json: Json) -> Non
     assert (len(found["shown"]), found["matched"], found["tensors"]) == (2, 10, 7)
     assert "2 of 10 names" in run("inspect", kept, "--limit", "2").stdout
     assert run_json("inspect", kept, "--name", "nothing")[0]["shown"] == []
+    assert run("inspect", kept, "--name", "nothing").stdout.endswith("\nNo name matches 'nothing'.\n")
+    refused = run("inspect", kept.parent, "--name", "layer*")
+    assert refused.exit_code == 2
+    assert "--name is for one checkpoint" in refused.output
 
 
 def test_inspect_shows_damage_of_an_object_and_the_rest(checkpoint: Path, run_json: Json) -> None:
