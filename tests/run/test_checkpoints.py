@@ -16,11 +16,12 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
+from holdfast._core.io.index_file import open_index
 from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
 from holdfast._tools.checkpoints.inspect import describe_run, fate
 from holdfast._tools.checkpoints.prune import prune
-from holdfast.errors import BadInput, Conflict, HoldfastError, MissingTensors
+from holdfast.errors import BadInput, Conflict, HoldfastError, MissingTensors, StorageError
 from tests.run import jobs
 from tests.support.processes import ProcessWorld
 from tests.support.threads import on_ranks
@@ -208,15 +209,28 @@ def test_steps_of_some_names_leave_the_newest_whole_ones(where: str, tmp_path: P
         assert run.steps() == [5]
 
 
-def test_a_whole_step_stays_while_the_newer_ones_can_not_be_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("why", ["damaged", "not answered"])
+def test_a_whole_step_stays_while_the_newer_ones_can_not_be_read(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = {"w": torch.zeros(3), "m": torch.ones(3)}
     with alone(tmp_path) as run:
         run.save(1, state)
         run.save(2, state)
-    (tmp_path / "step-00000002" / "index.safetensors").write_bytes(b"damaged")
+    second = tmp_path / "step-00000002" / "index.safetensors"
+    if why == "damaged":
+        second.write_bytes(b"damaged")
+    else:
+
+        def answers(store: Any) -> Any:
+            if store.url.endswith("2"):
+                raise StorageError("Storage does not answer.")
+            return open_index(store)
+
+        monkeypatch.setattr("holdfast._core.run.old_steps.open_index", answers)
     with alone(tmp_path, keep=1) as run:
         run.save(3, state, include=["w"])
-        assert run.steps() == [1, 2, 3]
+        assert run.steps() == [1, *([2] if why == "not answered" else []), 3]
         run.save(4, state)
         assert run.steps() == [4]
 

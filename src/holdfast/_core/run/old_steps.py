@@ -15,7 +15,7 @@ from holdfast._core.store.base import Store
 from holdfast._core.store.branches import is_left, left_behind
 from holdfast._core.store.retention import Retention, StepFacts, facts_of
 from holdfast._core.store.run_folder import MarkEntries, best_of, by_step, linked_steps, own_steps
-from holdfast.errors import HoldfastError
+from holdfast.errors import CorruptCheckpoint, HoldfastError
 
 
 class OldSteps:
@@ -136,10 +136,12 @@ class OldSteps:
         self._facts.pop(folder, None)
 
     def _read(self, step: int, folder: str) -> StepFacts:
-        """Read the facts from a step's index; all unknown if it can't be read."""
+        """Read the facts from a step's index; unknown if it can't be read. A damaged step is not whole."""
         try:
             with open_index(self.store.child(folder)) as index:
                 return facts_of(step, index.about)
+        except CorruptCheckpoint:
+            return StepFacts(step, partial=True)
         except HoldfastError:
             return StepFacts(step)
 

@@ -55,7 +55,9 @@ def command(path: str, name: str | None, limit: int | None, page: str | None, as
         limit = SHOWN
     description = describe(path, name, limit or None)
     if isinstance(description, Run) and name is not None:
-        raise click.UsageError(f"--name is for one checkpoint, and {path} is a run folder: give a step of it.")
+        raise click.UsageError(
+            f"--name is for one checkpoint, and {path} is a run folder: give a step of it."
+        )
     output.report(description, as_json, _show)
     if name is not None and not as_json and isinstance(description, Checkpoint) and not description.matched:
         output.say(f"No name matches {name!r}.")
