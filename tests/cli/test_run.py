@@ -101,6 +101,7 @@ def test_where_holdfast_is_not_installed_it_is_refused(
     assert f"Leave {told} out" in done.stderr
 
 
+@pytest.mark.wide
 def test_options_in_one_word_with_the_program_are_seen(bare: Path, installed: Path) -> None:
     assert run(bare, "-Ic", "print(1)").returncode == 2
     assert run(installed, "-Ic", TRAINS).stdout == YES

@@ -19,10 +19,10 @@ from tests.support.programs import SAVED, STEPS, Launcher, changed, losses, loss
 from tests.support.wide import wide
 
 PROGRAMS = [
-    pytest.param("ddp", "train.py", ("torchdata",), id="ddp"),
     pytest.param("fsdp2", "train.py", (), id="fsdp2"),
     *wide(
         (
+            pytest.param("ddp", "train.py", ("torchdata",), id="ddp"),
             pytest.param("accelerate", "train.py", ("accelerate", "transformers"), id="accelerate"),
             pytest.param("lightning", "train.py", ("lightning", "torchdata"), id="lightning"),
             pytest.param("lightning", "fabric.py", ("lightning",), id="fabric"),

@@ -22,6 +22,7 @@ from holdfast.errors import BadInput, RankFailed
 from tests.support.collectives import counted
 from tests.support.processes import ProcessWorld
 from tests.support.waiting import AT_ONCE, SLACK
+from tests.support.wide import wide
 
 
 class Framework:
@@ -328,7 +329,7 @@ if sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("argument", [[], ["fails"]])
+@pytest.mark.parametrize("argument", wide([[], ["fails"]], suite=[["fails"]]))
 def test_at_the_end_of_a_program_that_did_not_fail(argument: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NEVER, *argument], text=True, capture_output=True, timeout=60, check=False

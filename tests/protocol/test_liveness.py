@@ -16,6 +16,7 @@ from holdfast._core.roster.process import Identity
 from holdfast.errors import DeadlineExceeded, HoldfastError, IdleRanks, RankFailed
 from tests.support.faults import Faults
 from tests.support.simulate import SimulatedClock, World, check, run_world
+from tests.support.wide import wide
 
 HOUR = 3600.0
 KEY = "save/x/0.0/5f1e"
@@ -320,10 +321,14 @@ def test_a_save_with_a_rank_that_is_hours_late_is_committed() -> None:
         ([[(0, 2, 2), (1, 2, 2)], [(0, 1, 4)]], Faults(absent={2, 3}), IdleRanks),
         ([[(0, 1, 4)]], Faults(late={3: HOUR}), IdleRanks),
         ([[(0, 1, 3)]], Faults(absent={2, 3}), DeadlineExceeded),
-        ([[(0, 1, 4)], [(0, 1, 3)]], Faults(absent={3}), DeadlineExceeded),
-        ([[(3, -1, 4)]], Faults(absent={2, 3}), DeadlineExceeded),
-        ([[(0, 1, 4)]], Faults(absent={0}), DeadlineExceeded),
-        ([], Faults(absent={2, 3}), DeadlineExceeded),
+        *wide(
+            (
+                ([[(0, 1, 4)], [(0, 1, 3)]], Faults(absent={3}), DeadlineExceeded),
+                ([[(3, -1, 4)]], Faults(absent={2, 3}), DeadlineExceeded),
+                ([[(0, 1, 4)]], Faults(absent={0}), DeadlineExceeded),
+                ([], Faults(absent={2, 3}), DeadlineExceeded),
+            )
+        ),
     ],
     ids=[
         "same",

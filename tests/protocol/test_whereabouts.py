@@ -103,11 +103,11 @@ def wait_for_late_rank(
     ("call", "does", "job", "kind"),
     [
         ("save", "dawdle", SHORT, DeadlineExceeded),
-        ("save", "dawdle", GIVES_UP, RankFailed),
+        pytest.param("save", "dawdle", GIVES_UP, RankFailed, marks=pytest.mark.wide),
         ("choice", "sleep_in_c", SHORT, DeadlineExceeded),
         ("choice", "hold_for_long", SHORT, DeadlineExceeded),
         ("load", "reduce_alone", GIVES_UP, RankFailed),
-        ("warm-up", "dawdle", SHORT, DeadlineExceeded),
+        pytest.param("warm-up", "dawdle", SHORT, DeadlineExceeded, marks=pytest.mark.wide),
     ],
 )
 def test_the_function_of_a_late_rank_is_named(

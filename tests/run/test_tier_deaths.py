@@ -132,6 +132,7 @@ def wait_for(ready: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.wide
 def test_some_deaths(tmp_path: Path) -> None:
     folder = tmp_path / "some"
     folder.mkdir()

@@ -98,6 +98,7 @@ def test_a_failure_is_raised_at_the_same_call_on_all_ranks(
         assert said == expected
 
 
+@pytest.mark.wide
 def test_fifty_saves_leave_nothing_behind(world: ProcessWorld, tmp_path: Path) -> None:
     for rss, shared, descriptors in world.run(jobs.many_saves, str(tmp_path), 50, timeout=120):
         assert max(rss[40:]) - max(rss[5:10]) < 8 << 20
