@@ -75,7 +75,7 @@ test: $(VENV)/.compiled  ## the suite
 	$(PYTEST) -m "$(SUITE)"
 
 wide: $(VENV)/.compiled  ## what the suite shows, in more layouts, frameworks, models and pages
-	$(PYTEST) -m "wide and not gpu"
+	$(PYTEST) -m "wide and not soak and not gpu"
 
 coverage: $(VENV)/.ready  ## the share of the source's lines that the tests of `make check` run
 	$(BIN)/python -m coverage erase

@@ -89,7 +89,7 @@ def test_reads_of_others_do_not_wake_a_wait(store: TCPStore, client: TcpClient) 
     other.close()
 
 
-@pytest.mark.parametrize("rounds", [20, pytest.param(1000, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("rounds", [20, pytest.param(1000, marks=pytest.mark.soak)])
 def test_waits_that_race_with_the_key_are_never_lost(store: TCPStore, client: TcpClient, rounds: int) -> None:
     other = TcpClient("127.0.0.1", store.port)
     for number in range(rounds):

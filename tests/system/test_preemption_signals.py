@@ -54,7 +54,7 @@ def test_a_flood_of_signals_stops_the_loop_and_nothing_else() -> None:
     flood(2)
 
 
-@pytest.mark.wide
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_long_flood_of_signals_stops_the_loop_and_nothing_else() -> None:
     flood(120)
