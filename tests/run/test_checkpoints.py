@@ -201,7 +201,7 @@ def test_steps_of_some_names_leave_the_newest_whole_ones(where: str, tmp_path: P
     assert fate(described, described.steps[1]) == "saved with include= or exclude=, one of the newest 1"
     with alone(tmp_path, keep=1) as run:
         with pytest.raises(
-            MissingTensors, match="It holds 1 names, of a save with include= or exclude=; leave"
+            MissingTensors, match=r"It was saved with include= or exclude=, and holds 1 names\. Load it with"
         ):
             run.restore(state)
         assert run.restore(state, step=1) == 1

@@ -247,15 +247,15 @@ def _check_missing(
             return f"{name!r}" + (f" (nearest: {near!r})" if near else "")
 
         found = _renaming(index, table, gone, have)
-        of = ", of a save with include= or exclude=" if index.about.get(PARTIAL) is True else ""
         raise MissingTensors(
             f"{request.store.url} does not hold {len(names)} of the names in the state: "
             f"{listed(names, say, most=3 if found else 10)}.",
             hint=found
             or _quantized({table.specs[row].name: of_row[row] for row in gone}, have)
             or (_of_this_rank(example) if all(of_row[row].private for row in gone) else "")
-            or f"It holds {index.tensors} names{of}; leave these out of the load, or pass "
-            f"{request.lenient} to load the others.",
+            or _partial(index)
+            or f"It holds {index.tensors} names; leave these out of the load, or pass {request.lenient} to "
+            "load the others.",
             details={"missing": names[:100]},
         )
     return names, len(table) - len(empty)
@@ -303,6 +303,16 @@ def _quantized(missing: dict[str, Leaf], have: list[str]) -> str:
                 "leaves it as it was, or leave it out of the load."
             )
     return ""
+
+
+def _partial(index: Source) -> str:
+    """Return a hint about a checkpoint whose names `include=` or `exclude=` selected; "" for others."""
+    if index.about.get(PARTIAL) is not True:
+        return ""
+    return (
+        f"It was saved with include= or exclude=, and holds {index.tensors} names. Load it with the same "
+        "patterns, or a step that was saved without: holdfast inspect lists the steps of a run."
+    )
 
 
 def _as_stored(table: ShardTable, columns: Columns, position: Array) -> Array:
