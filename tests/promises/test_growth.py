@@ -107,7 +107,8 @@ def footprint() -> tuple[int, int, int]:
     """Children, descriptors and shared memory of this process."""
     me = psutil.Process()
     arenas = [entry for entry in os.listdir("/proc/self/fd") if "holdfast-arena" in link(entry)]
-    return len(me.children(recursive=True)), me.num_fds(), len(arenas)
+    # Not the children of its children: the forkserver of this process starts ranks for other workers, too.
+    return len(me.children()), me.num_fds(), len(arenas)
 
 
 def link(fd: str) -> str:

@@ -18,7 +18,7 @@ from holdfast._core.store import filesystem
 from holdfast._core.store.base import VERSION_BYTES, NotFound, Store, storage_errors
 from holdfast._core.store.filesystem import lock
 from holdfast._core.store.local import WRITEBACK, LocalStore, open_store
-from holdfast.errors import Conflict, StorageError
+from holdfast.errors import BadInput, Conflict, StorageError
 from holdfast.testing.store_actions import content, put
 
 Call = tuple[str, str]
@@ -455,6 +455,9 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 
 def test_urls(tmp_path: Path) -> None:
     assert open_store(f"file://{tmp_path}").url == str(tmp_path)
+    with pytest.raises(BadInput, match="names 'host' as a host") as told:
+        open_store("file://host/run")
+    assert "file:///host/run" in told.value.hint
     assert open_store(tmp_path).child("a").url == f"{tmp_path}/a"
     with pytest.raises(StorageError, match="no store for odd:// places here"):
         open_store("odd://bucket/x")

@@ -503,7 +503,9 @@ def test_a_trial_without_an_answer_is_no_doubt_about_the_index(proxy: Proxy, pla
     assert open_store(place).list() == []
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///x", "s3://user:very-secret@bucket/x", "s3://bucket/../x"])
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///x", "s3://user:very-secret@bucket/x", "s3://bucket/../x", "s3://bucket/x\n"]
+)
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(BadInput) as caught:
         open_store(url)

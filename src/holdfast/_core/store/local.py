@@ -357,7 +357,14 @@ def _text_of(place: str | os.PathLike[str]) -> tuple[str, str]:
                 "of that name by its absolute path.",
             )
         return text, "file"
-    return (url[2], "file") if url[1] == "file" else (text, url[1])
+    if url[1] != "file":
+        return text, url[1]
+    if url[2] and not url[2].startswith(("/", "~", ".")):
+        raise BadInput(
+            f"{text!r} names {url[2].split('/')[0]!r} as a host, and no file of another host can be read.",
+            hint=f"An absolute path has three slashes: file:///{url[2]}. A relative one is given without file://.",
+        )
+    return url[2], "file"
 
 
 def _local(text: str) -> LocalStore:

@@ -280,5 +280,9 @@ def open_objects(url: str) -> ObjectStore:
             hint="s3://bucket/run; credentials are given in the environment.",
         )
     scheme, bucket, path = found.groups()
+    if any(ord(letter) < 32 or letter == "\x7f" for letter in path or ""):
+        raise BadInput(
+            f"The URL after {scheme}://{bucket} has a control character in it, such as a newline at its end."
+        )
     path = (path or "").strip("/")
     return ObjectStore(client_of(scheme, bucket), checked(path) if path else "")

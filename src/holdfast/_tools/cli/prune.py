@@ -11,7 +11,11 @@ from holdfast._tools.cli import output
 
 @click.command("prune")
 @click.argument("run", type=click.Path())
-@click.option("--keep", type=click.IntRange(min=1), help="Also remove committed steps but the newest KEEP.")
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    help="Also remove committed steps but the newest KEEP, and the newest KEEP whole ones.",
+)
 @click.option(
     "--older-than",
     type=click.FloatRange(min=0),
