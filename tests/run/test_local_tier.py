@@ -174,6 +174,16 @@ def test_a_step_that_did_not_get_durable_is_restored_from_the_hosts(cluster: Clu
     assert [len(cluster.copies(host)) for host in (0, 1)] == [1, 1]
 
 
+def test_some_names_that_are_durable_remove_no_whole_copy(cluster: Cluster) -> None:
+    for result in cluster.start(jobs.save_some_names):
+        result.get()
+    assert holdfast.Checkpoints(cluster.run, job=ALONE).steps() == [2]
+    assert [len(cluster.copies(host)) for host in (0, 1)] == [2, 2]
+    assert cluster.restore(step=1)[:2] == (1, LOCAL)
+    cluster.save(3)
+    assert [len(cluster.copies(host)) for host in (0, 1)] == [1, 1]
+
+
 def test_before_any_step_is_durable(cluster: Cluster) -> None:
     cluster.save_locally(1, 2)
     assert cluster.restore()[:2] == (2, LOCAL)

@@ -140,6 +140,23 @@ def save_steps(
     return found, said
 
 
+def save_some_names(rank: int, run: str, folder: str, hosts: int) -> None:
+    """Save a step that does not get durable, and then some names of another one, which do."""
+    state = state_of(1, rank, dist.get_world_size())
+    with checkpoints_of(rank, run, folder, hosts, on_failure="warn") as checkpoints:
+        cut(folder).touch()
+        whole = checkpoints.save(1, state)
+        assert whole is not None
+        whole.committed(20)
+        assert isinstance(whole.exception(), HoldfastError)
+        dist.barrier()
+        cut(folder).unlink(missing_ok=True)
+        dist.barrier()
+        some = checkpoints.save(2, state, include=["same"])
+        assert some is not None
+        some.durable(20)
+
+
 def save_locally(
     rank: int,
     run: str,

@@ -2,7 +2,8 @@
 
 A copy is an ordinary checkpoint of what the ranks of a host hold (`io.slice.CopyOfStep`), in a folder of its
 own that is never written again. A step is whole if the hosts of all ranks have a copy of one save of it; its
-digests are verified by the load. The newest durable step and those saved after it stay, and no others.
+digests are verified by the load. The newest durable step and those saved after it stay, and no others; a step
+of some names (`include=`, `exclude=`) removes only others of its kind.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from holdfast._core.base.threads import within
 from holdfast._core.base.values import Json, Message
 from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.format.local_copy import ABOUT, SAVE, Ancestry, LocalCopy, is_newer, read_copy, save_of
-from holdfast._core.format.names import INDEX
+from holdfast._core.format.names import INDEX, PARTIAL
 from holdfast._core.io.index_file import open_index
 from holdfast._core.io.old_steps import remove_step
 from holdfast._core.layout.ranks import ranks_of, ranks_text
@@ -93,6 +94,8 @@ class LocalTier:
         """Numbers of the last save, and of the last durable one."""
         self._saved: dict[str, int] = {}
         """The folders of this start's copies, each with its number."""
+        self._partial: set[str] = set()
+        """Those of them that were saved with `include=` or `exclude=`."""
 
     def begin(self, call: Call) -> Start | None:
         """Find out which ranks share a folder, once for the same ranks, which all call it. None if a folder
@@ -148,6 +151,8 @@ class LocalTier:
         self._number += 1
         name = f"{step_folder(request.step)}.{start.number}-{self._number}"
         self._saved[name] = number = self._number
+        if PARTIAL in request.about:
+            self._partial.add(name)
         is_part = start.ranks != call.participants
         copy = LocalCopy(
             run=self.run.url,
@@ -206,7 +211,8 @@ class LocalTier:
 
     def _is_durable(self, name: str, number: int, step: int, save: str, rank: int) -> None:
         """Mark a copy whose step is durable, and remove the copies that were saved before it; but those of
-        other starts only if the run follows this one."""
+        other starts only if the run follows this one, and whole ones only if this one is whole: theirs may be
+        the last state that is not durable."""
         start = self._start
         assert start is not None
         # One at a time, and in order: the copy of a save that was slower than a later one is gone.
@@ -222,14 +228,21 @@ class LocalTier:
             if not self._lease.is_held():
                 return
             replace_file(self.store, f"{name}/{DURABLE}", save.encode())
-            old = [one for one, saved in [*self._saved.items()] if saved < number]
+            is_whole = name not in self._partial
+            old = [
+                one
+                for one, saved in [*self._saved.items()]
+                if saved < number and (is_whole or one in self._partial)
+            ]
             for before in old:
                 self._saved.pop(before, None)
             for found in self.store.list():
                 folder = found.removesuffix("/")
                 if folder.startswith(HERE):  # of a rank that was killed
                     self.store.delete(folder)
-                elif folder in old or (follows and COPY.match(folder) and folder not in self._saved):
+                elif folder in old or (
+                    is_whole and follows and COPY.match(folder) and folder not in self._saved
+                ):
                     self._remove(folder)
 
     def _remove(self, folder: str) -> None:
