@@ -4,6 +4,7 @@ whatever lies about."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import venv
@@ -20,6 +21,8 @@ from holdfast._core.background.arena import Arena
 from holdfast._core.background.writer_client import WriterClient, WriterDied
 from holdfast._core.background.writer_messages import WriteJob
 from holdfast._core.base.options import Options
+from holdfast._core.roster.process import stat, waits_in
+from tests.support.waiting import wait_until
 
 ROOT = Path(holdfast.__file__).parents[1]
 TRAINER = """
@@ -122,6 +125,31 @@ def test_a_writer_that_closes_its_connection_and_stays_is_told_as_that(
     job = WriteJob(0, 0, 0, str(tmp_path), 0, [], [], [], [], [], [], [], {"attempt": "a"}, Options())
     with pytest.raises(WriterDied, match=r"has closed its connection, and not ended, before it had written"):
         writer.write(Arena(), job, lambda total: None, lambda moved: None, lambda: None)
+
+
+def test_where_the_process_is_is_told(tmp_path: Path) -> None:
+    writer = WriterClient()
+    job = WriteJob(0, 0, 0, str(tmp_path), 0, [], [], [], [], [], [], [], {"attempt": "a"}, Options())
+
+    def becomes(state: str) -> None:
+        wait_until(lambda: (now := stat(pid)) is not None and now.state == state)
+
+    try:
+        writer.write(Arena(), job, lambda total: None, lambda moved: None, lambda: None)
+        pid = writer.pid
+        assert pid is not None
+        becomes("S")  # it waits for a job
+        where = waits_in(pid)  # some kernels do not tell
+        said = f" (in {where} of the kernel)" if where else ""
+        assert writer.describe() == f"its writer process has pid {pid}{said}"
+        os.kill(pid, signal.SIGSTOP)
+        becomes("T")
+        assert writer.describe().startswith(f"its writer process has pid {pid}, and is stopped by a signal")
+        os.kill(pid, signal.SIGKILL)
+        becomes("Z")
+        assert writer.describe() == f"its writer process, with pid {pid}, has ended"
+    finally:
+        writer.kill()
 
 
 def test_a_process_that_is_long_in_dying_is_reaped_later(monkeypatch: pytest.MonkeyPatch) -> None:

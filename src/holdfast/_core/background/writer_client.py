@@ -29,7 +29,7 @@ from holdfast._core.background.writer_messages import (
 )
 from holdfast._core.base.threads import RAISE_LIMIT
 from holdfast._core.format.names import WrittenFile
-from holdfast._core.roster.process import HELD, stat
+from holdfast._core.roster.process import HELD, stat, waits_in
 from holdfast.errors import HoldfastError, NotStarted, from_message
 
 _EXECUTES = "It executes {}: this user must be able to."
@@ -119,9 +119,17 @@ class WriterClient:
 
     def describe(self) -> str:
         """Describe the state of the process, as far as the kernel shows it."""
-        now = stat(self.pid) if self.pid is not None else None
-        held = HELD.get(now.state, "") if now is not None else ""
-        return f"its writer process has pid {self.pid}" + (f", and is {held}" if held else "")
+        pid, state, where = self.pid, "", ""
+        if pid is None:  # another thread has just killed it
+            return "its writer process has ended"
+        with suppress(OSError):  # it can't be read, such as without free descriptors
+            now = stat(pid)
+            state = "Z" if now is None else now.state
+            where = waits_in(pid)
+        if state in ("X", "Z"):
+            return f"its writer process, with pid {pid}, has ended"
+        held = f", and is {HELD[state]}" if state in HELD else ""
+        return f"its writer process has pid {pid}{held}" + (f" (in {where} of the kernel)" if where else "")
 
     def start(self) -> None:
         """Start the process if there is none; returns before it is ready. Raises NotStarted if the system

@@ -78,6 +78,14 @@ def stat(pid: int) -> Stat | None:
     return Stat(fields[0], (int(fields[11]) + int(fields[12])) / ticks, fields[19], int(fields[49]))
 
 
+def waits_in(pid: int) -> str:
+    """Return the function of the kernel in which the main thread of a process sleeps; "" if it is awake, or
+    if the kernel does not tell. Raises OSError if that can't be read."""
+    with open(f"/proc/{pid}/wchan", encoding="ascii", errors="replace") as file:
+        found = file.read().strip()
+    return "" if found == "0" else found
+
+
 @cache
 def _of_this_process(pid: int) -> tuple[str, str, str]:
     """Return host, machine and start time of this process. The pid is an argument because a fork has
