@@ -32,10 +32,8 @@ TRIES = f"""
 import json, os, resource, sys
 import torch
 import holdfast
-from tests.support.wide import wide
 from holdfast._tools.cli import COMMANDS, cli, doctor
 from holdfast._watch import packed
-from tests.support.wide import wide
 packed.PATIENCE = doctor.ANSWERED = 0.2
 for name in COMMANDS:
     cli.get_command(None, name)

@@ -184,6 +184,13 @@ def test_some_names_that_are_durable_remove_no_whole_copy(cluster: Cluster) -> N
     assert [len(cluster.copies(host)) for host in (0, 1)] == [1, 1]
 
 
+def test_copies_of_some_names_of_earlier_starts_are_removed(cluster: Cluster) -> None:
+    for step in (1, 2, 3):
+        for result in cluster.start(jobs.save_same, step):
+            result.get()
+        assert [len(cluster.copies(host)) for host in (0, 1)] == [1, 1]
+
+
 def test_before_any_step_is_durable(cluster: Cluster) -> None:
     cluster.save_locally(1, 2)
     assert cluster.restore()[:2] == (2, LOCAL)

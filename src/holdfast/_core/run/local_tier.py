@@ -40,7 +40,7 @@ from holdfast._core.saving.request import PREVIOUS, SaveRequest
 from holdfast._core.store.base import Folder, Store, bounded, replace_file
 from holdfast._core.store.local import open_local
 from holdfast._core.store.run_folder import committed_folder, newest_steps, step_folder
-from holdfast.errors import BadInput, HoldfastError
+from holdfast.errors import BadInput, HoldfastError, NotCommitted
 
 log = logging.getLogger("holdfast")
 DURABLE = "durable"
@@ -236,14 +236,28 @@ class LocalTier:
             ]
             for before in old:
                 self._saved.pop(before, None)
+                self._partial.discard(before)
             for found in self.store.list():
                 folder = found.removesuffix("/")
                 if folder.startswith(HERE):  # of a rank that was killed
                     self.store.delete(folder)
                 elif folder in old or (
-                    is_whole and follows and COPY.match(folder) and folder not in self._saved
+                    follows
+                    and COPY.match(folder)
+                    and folder not in self._saved
+                    and (is_whole or self._holds_no_whole(folder))
                 ):
                     self._remove(folder)
+
+    def _holds_no_whole(self, folder: str) -> bool:
+        """Return whether a copy of another start is known to be of some names, or not to be committed."""
+        try:
+            with open_index(self.store.child(folder)) as index:
+                return index.about.get(PARTIAL) is True
+        except NotCommitted:
+            return True
+        except HoldfastError:
+            return False
 
     def _remove(self, folder: str) -> None:
         with suppress(HoldfastError):
