@@ -29,10 +29,10 @@ class Event(msgspec.Struct, frozen=True):
 
     name: str
     """`save.`, `load.` or `choice.`, then a phase from the protocol table (`save.writing`), or `raised` when
-    the call raises. Also `load.rejected`, when a load passes over a damaged step; `save.staged`, when an
-    asynchronous save has copied the state; `save.stale`, when no tensor of it has changed; `phase.entered`
-    and `phase.left`, from `phase`; `roll_call.told` and `roll_call.over`, on the rank that made the roll
-    call."""
+    the call raises. Also `load.rejected`, when a load passes over a damaged or partial step;
+    `save.staged`, when an asynchronous save has copied the state; `save.stale`, when no tensor of it has
+    changed; `phase.entered` and `phase.left`, from `phase`; `roll_call.told` and `roll_call.over`, on the
+    rank that made the roll call."""
     rank: int
     step: int | None
     path: str

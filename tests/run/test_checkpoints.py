@@ -21,7 +21,7 @@ from holdfast._core.store.local import open_store
 from holdfast._core.store.pins import Pin
 from holdfast._tools.checkpoints.inspect import describe_run, fate
 from holdfast._tools.checkpoints.prune import prune
-from holdfast.errors import BadInput, Conflict, HoldfastError, MissingTensors, StorageError
+from holdfast.errors import BadInput, Conflict, CorruptCheckpoint, HoldfastError, MissingTensors, StorageError
 from tests.run import jobs
 from tests.support.processes import ProcessWorld
 from tests.support.threads import on_ranks
@@ -200,13 +200,77 @@ def test_steps_of_some_names_leave_the_newest_whole_ones(where: str, tmp_path: P
     ]
     assert fate(described, described.steps[1]) == "saved with include= or exclude=, one of the newest 1"
     with alone(tmp_path, keep=1) as run:
-        with pytest.raises(
-            MissingTensors, match=r"It was saved with include= or exclude=, and holds 1 names\. Load it with"
-        ):
-            run.restore(state)
-        assert run.restore(state, step=1) == 1
+        assert run.restore(state) == 1
         save(run, 5)
         assert run.steps() == [5]
+
+
+def test_a_restore_passes_over_steps_of_some_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def state() -> dict[str, torch.Tensor]:
+        return {"w": torch.full((3,), -1.0), "m": torch.full((3,), -1.0)}
+
+    steps: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (2, {"include": ["w"]}),
+        (3, {}),
+        (4, {"exclude": ["m"]}),
+        (5, {"include": ["m"]}),
+    ]
+    lacks = r"It was saved with include= or exclude=, and holds 1 names\. Load it with"
+    with alone(tmp_path) as run:
+        for step, some in steps:
+            run.save(step, {"w": torch.full((3,), float(step)), "m": torch.full((3,), 10.0 * step)}, **some)
+        whole = state()
+        assert run.restore(whole) == 3
+        assert (whole["w"][0], whole["m"][0]) == (3.0, 30.0)
+        passed_over = [record.message for record in caplog.records if "passed over" in record.message]
+        assert [line.split(" lacks")[0] for line in passed_over] == [
+            "Step 5 was saved with include= or exclude=,",
+            "Step 4 was saved with include= or exclude=,",
+        ]
+        # A state that asks for the names that such a step has is filled from it.
+        assert run.restore({"w": torch.zeros(3)}) == 4
+        assert run.restore({"m": torch.zeros(3)}) == 5
+        assert run.restore(state(), include=["w"]) == 4
+        assert run.restore(state(), strict=False) == 5
+        assert run.restore({"w": torch.zeros(3)}, strict=False) == 4, "step 5 fills no tensor of it"
+        # A step that is given, and a name that no step has: refused, as ever.
+        for given in ({"step": 4}, {"fallback": False}):
+            with pytest.raises(MissingTensors, match=lacks):
+                run.restore(state(), **given)
+        with pytest.raises(MissingTensors, match="step-00000003 does not hold 1 of the names"):
+            run.restore({**state(), "new": torch.zeros(3)})
+        damage(tmp_path / "step-00000003")
+        assert run.restore(state()) == 1
+        damage(tmp_path / "step-00000001")
+        with pytest.raises(
+            CorruptCheckpoint,
+            match=r"All steps that were saved whole in .* are damaged: \[1, 3\]\. Saved with include= or "
+            r"exclude=, and without names of the state: \[2, 4, 5\]\.",
+        ):
+            run.restore(state())
+        for step in (1, 3):
+            run.delete(step)
+        with pytest.raises(MissingTensors, match=rf"step-00000005 does not hold 1 of .*\n?.*{lacks}"):
+            run.restore(state())
+
+
+def test_all_ranks_pass_over_a_step_that_lacks_names_of_one(tmp_path: Path) -> None:
+    def job(roster: Any) -> Any:
+        made = holdfast.Job(roster=roster, timeout=30, stall_timeout=10)
+        with holdfast.Checkpoints(tmp_path, job=made) as run:
+            values = {name: torch.zeros(2) for name in ("w", "m")}
+            run.save(1, values)
+            run.save(2, values, include=["w"])
+            return run.restore({name: values[name] for name in ("w", "m")[: roster.rank + 1]})
+
+    assert on_ranks(2, job) == [1, 1]
+
+
+def damage(step: Path) -> None:
+    """Flip bits in the data files of a step."""
+    for data in (step / "data").iterdir():
+        data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))
 
 
 @pytest.mark.parametrize("why", ["damaged", "not answered"])

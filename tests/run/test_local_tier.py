@@ -180,6 +180,7 @@ def test_some_names_that_are_durable_remove_no_whole_copy(cluster: Cluster) -> N
     assert holdfast.Checkpoints(cluster.run, job=ALONE).steps() == [2]
     assert [len(cluster.copies(host)) for host in (0, 1)] == [2, 2]
     assert cluster.restore(step=1)[:2] == (1, LOCAL)
+    assert cluster.restore()[:2] == (1, LOCAL), "step 2 lacks names of the state"
     cluster.save(3)
     assert [len(cluster.copies(host)) for host in (0, 1)] == [1, 1]
 

@@ -7,14 +7,15 @@ reads tensors directly into the state; `fill` then puts the other values there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
 
 from holdfast._core.base.threads import within
 from holdfast._core.base.values import Json, amount, told
+from holdfast._core.format.names import PARTIAL
 from holdfast._core.io.renamed import Renamed
 from holdfast._core.io.unchanged import forget, remember_loaded
 from holdfast._core.loading.asked import AskedRows, ask
@@ -35,7 +36,15 @@ from holdfast._core.ready import ready
 from holdfast._core.state.flatten import build_shard_table, select
 from holdfast._core.state.leaf import Leaf
 from holdfast._core.state.memory import CallerStreams
-from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError, LoadFailed, Replaced, Unplaced
+from holdfast.errors import (
+    BadInput,
+    CorruptCheckpoint,
+    HoldfastError,
+    LoadFailed,
+    MissingTensors,
+    Replaced,
+    Unplaced,
+)
 
 
 def run_load(request: LoadRequest) -> LoadReport:
@@ -156,6 +165,8 @@ class LoadJob:
             },
         )
         self.version = Version(request.store, self.operation)
+        self._is_partial = False
+        """Whether `include=` or `exclude=` selected the names of the checkpoint."""
         self._asked: AskedRows | None = None
         self._loaded: Loaded | None = None
 
@@ -192,7 +203,8 @@ class LoadJob:
     def read(self, chosen: Chosen) -> HaveRead:
         """Read this rank's part of the chosen version, tensors directly into the state."""
         request, leaves, operation = self.request, self.target.leaves, self.operation
-        with self.version.open(chosen) as source:
+        with self._telling_partial(), self.version.open(chosen) as source:
+            self._is_partial = source.about.get(PARTIAL) is True
             if request.rename is not None:
                 source = Renamed(source, request.rename)
             merged = merge_ranks(source, request, leaves, operation.tick)
@@ -228,7 +240,19 @@ class LoadJob:
                 hint="Give the values that are to be filled: a module, its state_dict(), what "
                 "holdfast.get_state_dict gives, tensors.",
             )
-        return to_message(compare(self._asked.stored, reports, request, self.target.leaves))
+        with self._telling_partial():
+            return to_message(compare(self._asked.stored, reports, request, self.target.leaves))
+
+    @contextmanager
+    def _telling_partial(self) -> Iterator[None]:
+        """Note in a MissingTensors, for all ranks, that the names may be missing because the save left them
+        out."""
+        try:
+            yield
+        except MissingTensors as error:
+            if self._is_partial:
+                error.details[PARTIAL] = True
+            raise
 
 
 def fill(request: LoadRequest, target: Target, loaded: Loaded, operation: Operation) -> int:

@@ -164,8 +164,8 @@ class Checkpoints(RunFolder):
         While the run has no committed step, `start_from` is loaded, and its step number is returned (0 if it
         has none). A step may be a checkpoint of torch DCP or megatron-core. If the folder contains only
         checkpoints that are not steps, or can't be loaded, BadInput is raised. All ranks load the
-        same step. If a step is damaged, the one before it is loaded, with a warning, unless `fallback=False`
-        or `step` is given.
+        same step. If a step is damaged, or was saved with `include=` or `exclude=` and lacks names of the
+        state, the one before it is loaded, with a warning, unless `fallback=False` or `step` is given.
 
         include, exclude, strict, cast, rename, on_shape: as in `holdfast.load`.
         """

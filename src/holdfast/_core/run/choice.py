@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from holdfast._core.base.values import Json
 from holdfast._core.format.local_copy import Ancestry
+from holdfast._core.format.names import PARTIAL
 from holdfast._core.protocol.call import Call
 from holdfast._core.protocol.operation import agree
 from holdfast._core.ready import ready
@@ -17,9 +19,19 @@ from holdfast._core.run.local_tier import LocalTier
 from holdfast._core.store.absence import explain_fresh_start
 from holdfast._core.store.base import Store
 from holdfast._core.store.run_folder import newest_steps, refuse_other_checkpoints, step_of
-from holdfast.errors import BadInput
+from holdfast.errors import (
+    BadInput,
+    CorruptCheckpoint,
+    HoldfastError,
+    MissingTensors,
+    NotCommitted,
+    Replaced,
+    StorageError,
+)
 
 log = logging.getLogger("holdfast")
+ANOTHER_MAY_LOAD = (CorruptCheckpoint, MissingTensors, NotCommitted, Replaced, StorageError)
+"""Errors of a load after which another copy, or another step, may load."""
 
 
 class Found(NamedTuple):
@@ -103,3 +115,27 @@ def agree_on_newest(run: Store, source: Store | None, call: Call, rejected: tupl
     step, folder, is_own = found
     store = run if is_own or source is None else source
     return Found(step, store.child(folder) if folder else store, bool(is_own))
+
+
+def why_passed_over(error: HoldfastError) -> str:
+    """Return why the step before is loaded, now that the load of the newest one has raised this; "" if it is
+    not."""
+    if isinstance(error, CorruptCheckpoint):
+        return "is damaged and"
+    if isinstance(error, MissingTensors) and PARTIAL in error.details:
+        return "was saved with include= or exclude=, lacks names of the state, and is"
+    return ""
+
+
+def all_passed_over(run: Store, rejected: Mapping[int, HoldfastError]) -> HoldfastError:
+    """Return the error of a load for which no step is left.
+
+    rejected: the error of each step, the newest first.
+    """
+    damaged = sorted(step for step, error in rejected.items() if isinstance(error, CorruptCheckpoint))
+    if not damaged:
+        return next(iter(rejected.values()))
+    rest = sorted(rejected.keys() - set(damaged))
+    lacking = f" Saved with include= or exclude=, and without names of the state: {rest}." if rest else ""
+    which = "All committed steps" if not rest else "All steps that were saved whole"
+    return CorruptCheckpoint(f"{which} in {run.url} are damaged: {damaged}.{lacking}")

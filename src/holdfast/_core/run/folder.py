@@ -21,7 +21,8 @@ from holdfast._core.protocol.call import Call, begin_call, whole_step
 from holdfast._core.protocol.job import Job, job_of
 from holdfast._core.protocol.liveness import LEFT_OUT
 from holdfast._core.protocol.operation import agree
-from holdfast._core.run.choice import Found, agree_on_copy, agree_on_newest
+from holdfast._core.run import choice
+from holdfast._core.run.choice import Found
 from holdfast._core.run.local_tier import LocalTier
 from holdfast._core.run.old_steps import OldSteps
 from holdfast._core.run.origin import Origin
@@ -40,15 +41,7 @@ from holdfast._core.store.run_folder import (
     refuse_other_checkpoints,
     step_folder,
 )
-from holdfast.errors import (
-    BadInput,
-    CorruptCheckpoint,
-    HoldfastError,
-    MissingTensors,
-    NotCommitted,
-    Replaced,
-    StorageError,
-)
+from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError, NotCommitted, Replaced
 
 log = logging.getLogger("holdfast")
 _RETRY = re.compile(r"retry\((\d+)\)")
@@ -335,21 +328,19 @@ class RunFolder:
     def _load(
         self, load: Callable[[Store, int | None, Call], T], step: int | None, fallback: bool
     ) -> T | None:
-        """Call `load` with the folder and number of a step, or of the newest undamaged one, or of what the
-        run starts from, whose number may not be known; None if there is none of these."""
+        """Call `load` with the folder and number of a step, or of the newest one that can be loaded, or of
+        what the run starts from, whose number may not be known; None if there is none of these."""
         step = None if step is None else whole_step(step)
         self._settle()
         call = begin_call(self._job)  # one for all steps that are tried, so that they share its deadline
         leads = call.rank == call.participants[0]  # one participant logs what all of them do
-        rejected: tuple[int, ...] = ()
+        rejected: dict[int, HoldfastError] = {}
         tries = 0
         while True:
-            found = self._find(step, call, rejected)
+            found = self._find(step, call, (*rejected,))
             if found is None:
                 if rejected:
-                    raise CorruptCheckpoint(
-                        f"All committed steps in {self.store.url} are damaged: {sorted(rejected)}."
-                    )
+                    raise choice.all_passed_over(self.store, rejected)
                 return None
             chosen, store, place = found.step, found.store, found.place
             is_given = step is not None or store is self._source  # then there is nothing to choose
@@ -366,7 +357,7 @@ class RunFolder:
                 else:  # a step of another run leaves none of this one behind
                     log.log(level, "%s has no step yet: the run starts from %s.", self.store.url, store.url)
                 return loaded
-            except (CorruptCheckpoint, MissingTensors, NotCommitted, Replaced, StorageError) as error:
+            except choice.ANOTHER_MAY_LOAD as error:
                 level = logging.WARNING if leads else logging.DEBUG
                 if place and self._tier is not None:
                     self._tier.rejected.add(found.save)
@@ -379,23 +370,25 @@ class RunFolder:
                         raise
                     log.info("Step %s went while it was being loaded; choosing again: %s", chosen, error)
                     continue
-                is_damaged = isinstance(error, CorruptCheckpoint)
-                if not is_damaged or not fallback or is_given or not found.is_own or chosen is None:
+                why = choice.why_passed_over(error)
+                if not why or not fallback or is_given or not found.is_own or chosen is None:
                     raise
-                log.log(level, "Step %d is damaged and passed over for the one before it: %s", chosen, error)
+                log.log(level, "Step %d %s passed over for the one before it: %s", chosen, why, error)
                 events.emit(
                     "load.rejected", rank=call.rank, step=chosen, path=self.store.url, reason=str(error)
                 )
-                rejected = (*rejected, chosen)
-                self._old.damaged.add(chosen)
+                rejected[chosen] = error
+                if isinstance(error, CorruptCheckpoint):
+                    self._old.damaged.add(chosen)
 
     def _find(self, step: int | None, call: Call, rejected: tuple[int, ...]) -> Found | None:
         """Return a step, whose folder need not be there, or what `_load` says."""
-        copy = agree_on_copy(self._tier, step, call, rejected) if self._tier and self._has_tier() else None
+        tier = self._tier
+        copy = choice.agree_on_copy(tier, step, call, rejected) if tier and self._has_tier() else None
         if copy is not None and copy.place:
             return copy
         if step is None:
-            found = agree_on_newest(self.store, self._source, call, rejected)
+            found = choice.agree_on_newest(self.store, self._source, call, rejected)
         else:
             folder = committed_folder(bounded(self.store, call.deadline), step) or step_folder(
                 step, self.megatron
