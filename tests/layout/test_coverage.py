@@ -173,6 +173,6 @@ def test_flat_ranges_tile_whatever_the_cuts() -> None:
 def test_a_hundred_thousand_chunks_take_no_pairs() -> None:
     side = 320
     at = np.stack(np.meshgrid(np.arange(side), np.arange(side), indexing="ij"), -1).reshape(-1, 2)
-    begun = time.perf_counter()
+    begun = time.thread_time()
     assert tiles((side * 3, side * 5), at * [3, 5], np.tile([3, 5], (len(at), 1)))
-    assert time.perf_counter() - begun < 30  # pairs would be 10^10
+    assert time.thread_time() - begun < 30  # pairs would be 10^10

@@ -406,10 +406,10 @@ def test_hundreds_of_patterns_cost_no_pass_over_the_names_each(tmp_path: Path) -
     names = [f"model.layers.{layer}.experts.{expert}.w" for layer in range(40) for expert in range(500)]
     leaves = [Leaf(name, 0, lambda value: None) for name in names]
     patterns = [f"model.layers.{number % 40}.experts.{number}.*" for number in range(300)]
-    begun = time.perf_counter()
+    begun = time.thread_time()
     chosen = select(leaves, patterns, ["*.experts.7.w"])
     # 0.1 s on the machine that this was written on; 10 s with a pass each.
-    assert time.perf_counter() - begun < 3
+    assert time.thread_time() - begun < 3
     assert len(chosen) == 299
     with pytest.raises(BadInput, match=r"no name in the state matches 'model.layers.3.experts.500.\*'"):
         select(leaves, [*patterns, "model.layers.3.experts.500.*"], None)
