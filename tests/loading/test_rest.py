@@ -274,6 +274,40 @@ def test_the_renaming_that_fits(
 
 
 @pytest.mark.parametrize("optional", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "fresh", "said"),
+    [
+        (17, {"read": 0}, "stored object 'data@0' has no 'read' in it"),
+        (17, [0, {"read": torch.zeros(1)}], "stored object 'data@0' has no '0' in it"),
+        ({"read": 17, "row": 3}, {"read": {"rows": 0}, "row": 0}, "'data@0.read' has no 'rows' in it"),
+        (torch.ones(2), {"read": torch.zeros(2)}, "'data@0.read' .*other names, such as 'data@0'"),
+        ({"read": torch.ones(2)}, torch.zeros(2), "'data@0' .*other names, such as 'data@0.read'"),
+    ],
+)
+def test_a_value_of_this_rank_that_was_no_dict_is_not_left_for_one_that_is(
+    saved: Any, fresh: Any, said: str, optional: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "it"
+    holdfast.save({"w": torch.ones(2), "data": holdfast.PerRank(saved, optional)}, path, job=ALONE)
+    state = {"w": torch.zeros(2), "data": holdfast.PerRank(fresh, optional)}
+    with pytest.raises(MissingTensors, match=f"(?s){said}"):
+        holdfast.load(state, path, job=ALONE)
+    report = holdfast.load(state, path, strict=False, job=ALONE)
+    assert report.missing, "the present value stays, and the report says so"
+
+
+def test_a_new_name_in_an_optional_value_of_this_rank_is_left_as_it_is(tmp_path: Path) -> None:
+    saved = {"w": torch.ones(2), "data": holdfast.PerRank({"read": 17}, optional=True)}
+    holdfast.save(saved, tmp_path / "it", job=ALONE)
+    state = {"w": torch.zeros(2), "data": holdfast.PerRank({"read": 0, "new": {"x": 4}}, optional=True)}
+    holdfast.load(state, tmp_path / "it", job=ALONE)
+    assert state["data"].value == {"read": 17, "new": {"x": 4}}
+    needed = {"w": torch.zeros(2), "data": holdfast.PerRank({"read": 0, "new": 4})}
+    with pytest.raises(MissingTensors, match=r"(?s)'data@0.new' .*other names, such as 'data@0.read'"):
+        holdfast.load(needed, tmp_path / "it", job=ALONE)
+
+
+@pytest.mark.parametrize("optional", [False, True])
 @pytest.mark.parametrize("fresh", [None, {}, [], {"row": 0}, {"read": {}}])
 def test_a_value_of_this_rank_is_never_left_for_its_other_names(
     fresh: Any, optional: bool, tmp_path: Path

@@ -555,6 +555,35 @@ def test_only_numbers_and_tensors_without_dimensions_are_exchanged(tmp_path: Pat
     state = {"c": [{"x": torch.ones(())}]}
     holdfast.load(state, tmp_path, job=alone)
     assert state == {"c": [{"x": 1}]}
+    state = {"c": [{"x": torch.ones(()), "y": torch.tensor(7.0)}]}
+    report = holdfast.load(state, tmp_path, strict=False, job=alone)
+    assert state == {"c": [{"x": 1, "y": torch.tensor(7.0)}]}
+    assert (report.tensors, report.missing) == (1, ("c.0.y",))
+
+
+class Schedule:
+    """Its state is a copy, which only `load_state_dict` takes back."""
+
+    def __init__(self, rate: float | torch.Tensor) -> None:
+        self.rates = [rate]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": [*self.rates]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rates = state["rates"]
+
+
+@pytest.mark.parametrize("patterns", [{}, {"include": ["s"]}, {"include": ["s.*"]}, {"exclude": ["w"]}])
+def test_an_object_takes_its_state_back_if_only_parts_of_a_stored_value_are_loaded(
+    patterns: dict[str, Any], tmp_path: Path
+) -> None:
+    alone = holdfast.Job(no_dist=True)
+    holdfast.save({"w": torch.ones(1), "s": Schedule(0.5)}, tmp_path, job=alone)
+    fresh = Schedule(torch.tensor(0.0))
+    report = holdfast.load({"w": torch.zeros(1), "s": fresh}, tmp_path, job=alone, **patterns)
+    assert fresh.rates == [0.5]
+    assert report.tensors == (1 if patterns else 2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

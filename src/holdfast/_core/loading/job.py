@@ -82,7 +82,7 @@ def run_load_once(request: LoadRequest) -> LoadReport:
         plan.reads.bytes_needed,
         loaded.bytes_read,
         job.operation.seconds(),
-        plan.missing,
+        (*plan.missing, *loaded.lacking),
         rest.unasked,
         plan.skipped,
     )
@@ -134,6 +134,8 @@ class Loaded(NamedTuple):
     """Decoded objects, by index of the leaf."""
     built: list[tuple[Leaf, object]]
     """Leaves, each with the newly created value that replaces its own."""
+    lacking: tuple[str, ...]
+    """Names that the stored objects in which they would lie do not have. Known only once these are read."""
     bytes_read: int
 
 
@@ -216,11 +218,13 @@ class LoadJob:
             # Decoded before this rank reports that it has read: an object that can't be decoded fails the
             # load on all ranks.
             objects = decode_objects(source, request, plan, leaves)
+            parts = (part for some in plan.wholes.values() for part in some)
+            lacking = tuple(leaves[part].name for part in parts if part not in objects)
             self._asked = asked
-            self._loaded = Loaded(plan, merged, objects, plan.lazy.build(objects), bytes_read)
+            self._loaded = Loaded(plan, merged, objects, plan.lazy.build(objects), lacking, bytes_read)
             if request.options.link_unchanged:
                 remember_loaded(request.store, request.call.rank, source.about.get("attempt"))
-        kept = (*plan.absent, *plan.skipped)[:KEPT]
+        kept = (*plan.absent, *lacking, *plan.skipped)[:KEPT]
         rows = plan.rows_asked + len(merged.rows)
         return HaveRead(bytes_read, rows, plan.tensors, kept, asked.rows, asked.left_out)
 
@@ -262,7 +266,9 @@ def fill(request: LoadRequest, target: Target, loaded: Loaded, operation: Operat
     """
     leaves, context = target.leaves, operation.context
     objects = loaded.objects | loaded.merged.fill(leaves)
-    at = [*loaded.plan.filled, *loaded.merged.values]
+    # Of an object that was read for its parts, the parts are filled.
+    every = dict.fromkeys([*loaded.plan.filled, *objects, *loaded.merged.values])
+    at = [leaf for leaf in every if leaf not in loaded.plan.wholes]
     try:
         give_back(leaves, at, objects, loaded.built)
     except HoldfastError as error:
@@ -283,4 +289,4 @@ def fill(request: LoadRequest, target: Target, loaded: Loaded, operation: Operat
                 rank=request.call.rank,
                 hint="Other ranks don't know of this." if context.there else "",
             ) from error
-    return len(set(at))
+    return len(at)

@@ -26,6 +26,7 @@ from holdfast._core.loading.tied import Tied, rows_read_once
 from holdfast._core.plan.agreement import what
 from holdfast._core.plan.blocks import widen
 from holdfast._core.plan.shard_table import Memory, ShardTable, describe
+from holdfast._core.state.from_names import parents_of
 from holdfast._core.state.leaf import Leaf
 from holdfast._core.state.memory import BytesMemory, TensorMemory, torch_dtype
 from holdfast._core.state.subclasses import is_dtensor
@@ -213,18 +214,21 @@ def _stored_otherwise(
     have = index.names()
     found, example = list[int](), ""
     for top, some in absent.items():
-        first, stop = under(have, top)
-        if some and first < stop:
-            example = example or have[first]
-            # Of a value that is there in part, only what has become a subtree is lost: other names are new.
-            whole = len(some) == len(private[top])
-            found += [row for row in some if whole or _has_under(have, of_row[row].name)]
+        of_top = _other_form(index, have, top, top) if some else ""
+        # Of a value that is there in part, only what has another form is lost: other names are new.
+        whole = of_top and len(some) == len(private[top])
+        found += [row for row in some if whole or _other_form(index, have, of_row[row].name, top)]
+        example = example or of_top
     return found, example
 
 
-def _has_under(names: list[str], parent: str) -> bool:
-    first, stop = under(names, parent)
-    return first < stop
+def _other_form(index: Source, have: list[str], name: str, top: str) -> str:
+    """Return a stored name that lies under `name`, or that `name` lies in, from `top` on; "" if none does."""
+    first, stop = under(have, name)
+    if first < stop:
+        return have[first]
+    parents = [parent for parent in parents_of(name, len(top)) if index.find_one(parent) >= 0]
+    return parents[-1] if parents else ""
 
 
 def _check_missing(
