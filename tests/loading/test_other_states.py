@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import UserDict
 from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from holdfast._core.format.columns import Columns
 from holdfast._core.format.index import Index
 from holdfast._core.state.flatten import select
 from holdfast._core.state.leaf import Leaf
-from holdfast.errors import BadInput, ShapeMismatch
+from holdfast.errors import BadInput, LoadFailed, ShapeMismatch
 from tests.frameworks.huggingface.models import TINY, publish
 from tests.support.threads import on_ranks
 
@@ -413,3 +415,50 @@ def test_hundreds_of_patterns_cost_no_pass_over_the_names_each(tmp_path: Path) -
     assert len(chosen) == 299
     with pytest.raises(BadInput, match=r"no name in the state matches 'model.layers.3.experts.500.\*'"):
         select(leaves, [*patterns, "model.layers.3.experts.500.*"], None)
+
+
+class _Locked(UserDict[str, Any]):
+    """A dict that refuses new values, as a locked TensorDict does."""
+
+    is_locked = False
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self.is_locked:
+            raise RuntimeError("it is locked")
+        super().__setitem__(key, value)
+
+
+def _locked() -> _Locked:
+    values = _Locked(a=0)
+    values.is_locked = True
+    return values
+
+
+@pytest.mark.parametrize(
+    ("saved", "state", "said"),
+    [
+        ({"a": 1}, MappingProxyType({"a": 0}), "'v.a' could not .* does not support item assignment"),
+        ({"a": 1}, _locked(), "'v.a' could not .* RuntimeError: it is locked"),
+        (
+            {"a": torch.ones(2)},
+            MappingProxyType({"a": torch.ones(2, device="meta")}),
+            "'v.a' could not .* does not support item assignment",
+        ),
+        (torch.zeros(5056, dtype=torch.uint8), torch.Generator(), "'v' could not .* mt19937"),
+    ],
+)
+def test_a_state_that_refuses_a_value_is_told_in_a_sentence(
+    saved: Any, state: Any, said: str, tmp_path: Path
+) -> None:
+    """The error of the user's container, or of torch, came by itself, without the name."""
+    holdfast.save({"v": saved}, tmp_path / "a", job=ALONE)
+    with pytest.raises(LoadFailed, match=said):
+        holdfast.load({"v": state}, tmp_path / "a", job=ALONE)
+
+
+def test_tensors_of_a_mapping_that_can_not_be_changed_are_filled(tmp_path: Path) -> None:
+    """Nothing is put into it then."""
+    state = MappingProxyType({"w": torch.zeros(2)})
+    holdfast.save({"w": torch.ones(2)}, tmp_path / "a", job=ALONE)
+    holdfast.load(state, tmp_path / "a", job=ALONE)
+    assert torch.equal(state["w"], torch.ones(2))

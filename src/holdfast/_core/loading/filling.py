@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from holdfast._core.base.values import told
 from holdfast._core.io.file_reader import ReadPlan
 from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.state.leaf import Leaf
 from holdfast._core.state.live import LiveSource
 from holdfast._core.state.memory import TensorMemory, count_changes
 from holdfast._core.state.subclasses import is_sharded_tensor
-from holdfast.errors import BadInput, LoadFailed
+from holdfast.errors import BadInput, HoldfastError, LoadFailed
 
 
 def check_filled(table: ShardTable, plan: ReadPlan) -> None:
@@ -89,17 +90,32 @@ def give_back(
     built: leaves, and the created values that take their place.
     """
     for index, value in objects.items():
-        leaves[index].put(value)
+        _put(leaves[index], value)
     sources: dict[int, LiveSource | None] = {}
     # A leaf of several boxes is listed several times. A source has many leaves, and is notified once, at the
     # end.
     for index in dict.fromkeys(filled):
         leaf = leaves[index]
         if leaf.made:
-            leaf.put(leaf.value)
+            _put(leaf, leaf.value)
         sources[id(leaf.source)] = leaf.source
     for leaf, value in built:
-        leaf.put(value)
+        _put(leaf, value)
     for source in sources.values():
         if source is not None:
             source.loaded()
+
+
+def _put(leaf: Leaf, value: object) -> None:
+    """Put one value into the user's container or object, whose own code may refuse it: a mapping that can't
+    be changed, a generator that gets what is no state of one."""
+    try:
+        leaf.put(value)
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise LoadFailed(
+            f"{leaf.name!r} could not be put into the state: {told(error)}",
+            hint="Give a state whose dicts can be changed, and the kind of value that was saved; or leave it "
+            "out of the load.",
+        ) from error
