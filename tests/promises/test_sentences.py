@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 import holdfast
+import holdfast.dcp
 from holdfast import huggingface
 from holdfast.errors import BadInput, RankInfo, Vanished
 
 STATE = {"w": torch.ones(3)}
+ALONE = holdfast.Job(no_dist=True)
 
 
 @pytest.mark.parametrize("notes", [torch.ones(2), {"a": {1, 2}}, {"deep": {("a", "b"): 1}}])
@@ -78,6 +80,39 @@ WRONG: dict[str, Any] = {
     "exclude must be": lambda at: holdfast.load(dict(STATE), at, exclude=[1]),  # type: ignore[list-item]
     "include must be": lambda at: holdfast.save(STATE, at / "s", include=[1]),  # type: ignore[list-item]
 }
+
+
+SWITCHES: dict[str, Callable[[Path, Any], object]] = {
+    "asynchronous": lambda at, value: holdfast.Checkpoints(at, asynchronous=value),
+    "takeover": lambda at, value: holdfast.Checkpoints(at, takeover=value),
+    "force": lambda at, value: holdfast.Checkpoints(at, job=ALONE).save(1, STATE, force=value),
+    "fallback": lambda at, value: holdfast.Checkpoints(at, job=ALONE).restore(dict(STATE), fallback=value),
+    "overwrite": lambda at, value: holdfast.save(STATE, at / "s", overwrite=value, job=ALONE),
+    "objects_may_differ": lambda at, value: holdfast.dcp.save(
+        dict(STATE), checkpoint_id=at / "s", objects_may_differ=value, job=ALONE
+    ),
+    "lazy": lambda at, value: holdfast.load(at / "s", lazy=value),
+    "no_dist": lambda at, value: holdfast.Job(no_dist=value),
+    "optional": lambda at, value: holdfast.PerRank(1, optional=value),
+    **{
+        name: lambda at, value, name=name: holdfast.Options(**{name: value})
+        for name in ("fingerprint", "link_unchanged", "keep_failed", "nearest_rng")
+    },
+    **{
+        name: lambda at, value, name=name: holdfast.install(**{name: value})
+        for name in ("checkpoints", "huggingface", "session")
+    },
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_text_is_no_switch(name: str, tmp_path: Path) -> None:
+    """`takeover=os.environ["TAKEOVER"]` would take the run of a running job over, also if it says 0."""
+    for value in ("0", "no", None):
+        with pytest.raises(BadInput, match=re.escape(f"{name} must be True or False, not {value!r}.")):
+            SWITCHES[name](tmp_path, value)
+    assert not any(tmp_path.iterdir())
+    assert not holdfast.installed()
 
 
 def test_expected_may_be_an_iterator(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from holdfast import events
 from holdfast._core.base.deadline import check_seconds
 from holdfast._core.base.options import all_variables, event_folder
 from holdfast._core.base.threads import within
+from holdfast._core.base.values import check_switches
 from holdfast._core.process.exits import Stage, at_exit, not_at_exit, uncaught
 from holdfast._core.process.heart import heart
 from holdfast._core.process.under_way import wait_for_works
@@ -250,6 +251,7 @@ def install(
     global _current
     # All arguments are checked before the present installation is undone.
     job = Job() if job is None else job_of(job)  # not that of an earlier install
+    check_switches(checkpoints=checkpoints, huggingface=huggingface, session=session)
     if after_end is not None:
         check_seconds("after_end", after_end)
     settings = Settings(

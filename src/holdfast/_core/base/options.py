@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from holdfast._core.base.values import Message
+from holdfast._core.base.values import Message, check_switches
 from holdfast.errors import BadInput
 
 CHECKS = ("auto", "full", "sample", "off")
@@ -72,6 +72,12 @@ class Options:
             isinstance(pattern, str) for pattern in self.columns
         ):
             raise BadInput(f"columns must be a tuple of name patterns, not {self.columns!r}.")
+        check_switches(
+            fingerprint=self.fingerprint,
+            link_unchanged=self.link_unchanged,
+            keep_failed=self.keep_failed,
+            nearest_rng=self.nearest_rng,
+        )
         least = {"writer_threads": 1, "max_file_bytes": 1, "split_bytes": 1, "retries": 0}
         if self.host_memory_budget is not None:
             least["host_memory_budget"] = 1

@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 
+from holdfast._core.base.values import check_switches
 from holdfast._core.io.renamed import Rename
 from holdfast._core.loading.job import run_load
 from holdfast._core.loading.request import RAISE, LoadReport, LoadRequest
@@ -87,6 +88,7 @@ def load(
     ShapeMismatch and CorruptCheckpoint for its content; LoadFailed if `PerRank` values of removed ranks would
     be lost; RankFailed and DeadlineExceeded for failures of other ranks.
     """
+    check_switches(lazy=lazy)
     if path is None:
         if isinstance(state_dict, Mapping):
             raise BadInput("load needs the folder of the checkpoint.", hint="holdfast.load(state, path)")

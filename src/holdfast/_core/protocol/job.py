@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from holdfast._core.base.deadline import Limits
 from holdfast._core.base.options import Options
-from holdfast._core.base.values import given
+from holdfast._core.base.values import check_switches, given
 from holdfast._core.layout.grid import Grid
 from holdfast._core.roster.base import Roster
 from holdfast.errors import BadInput
@@ -55,6 +55,7 @@ class Job:
     """A message store to use in place of torch.distributed's."""
 
     def __post_init__(self) -> None:
+        check_switches(no_dist=self.no_dist)
         limits_of(self)  # raises BadInput for invalid timeouts
         given = self.participants
         if given is not None and not callable(given) and not _is_group(given):

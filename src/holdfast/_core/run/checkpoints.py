@@ -11,7 +11,7 @@ from typing import SupportsFloat
 from msgspec.structs import replace
 
 from holdfast._core.background.pending import Pending
-from holdfast._core.base.values import Json
+from holdfast._core.base.values import Json, check_switches
 from holdfast._core.format.names import PARTIAL
 from holdfast._core.io.old_steps import is_removable, remove_step
 from holdfast._core.io.removal import finish_removals
@@ -116,7 +116,7 @@ class Checkpoints(RunFolder):
         force: save even if the step is not due by `save_every`.
         timeout: seconds, in place of the job's timeout.
         """
-
+        check_switches(force=force)
         step = whole_step(step)
 
         # Called once a slot is free: the state is read then, and the deadline begins then.
@@ -197,6 +197,8 @@ class Checkpoints(RunFolder):
     ) -> LoadReport | None:
         """Like `restore`, but return the whole LoadReport, whose `path` is the loaded checkpoint; None if
         there is no checkpoint at all."""
+
+        check_switches(fallback=fallback)
 
         def load(store: Store, number: int | None, call: Call) -> LoadReport:
             request = LoadRequest(

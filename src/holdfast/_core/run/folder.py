@@ -15,7 +15,7 @@ from holdfast import events
 from holdfast._core.background.pending import Pending, finished
 from holdfast._core.background.queue import EXIT_GRACE, LANE, SaveQueue
 from holdfast._core.base.deadline import check_wait
-from holdfast._core.base.values import Message
+from holdfast._core.base.values import Message, check_switches
 from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.protocol.call import Call, begin_call, whole_step
 from holdfast._core.protocol.job import Job, job_of
@@ -103,6 +103,7 @@ class RunFolder:
         self._rules = Retention(
             keep=keep, keep_every=keep_every, best=best, best_mode=best_mode, keep_best=keep_best
         )
+        check_switches(asynchronous=asynchronous, takeover=takeover)
         if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
             raise BadInput(f"in_flight must be a whole number from 1 on, not {in_flight!r}.")
         if on_busy not in ("wait", "skip"):

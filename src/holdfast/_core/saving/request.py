@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from holdfast._core.base.options import Options
-from holdfast._core.base.values import Json, Message
+from holdfast._core.base.values import Json, Message, check_switches
 from holdfast._core.format.names import PARTIAL
 from holdfast._core.layout.grid import Grid
 from holdfast._core.protocol.call import Call, check_names, whole_step
@@ -75,6 +75,7 @@ class SaveRequest:
         if isinstance(self.expected, Iterable) and not isinstance(self.expected, str):
             object.__setattr__(self, "expected", tuple(self.expected))  # an iterator can be read only once
         check_names(include=self.include, exclude=self.exclude, expected=self.expected)
+        check_switches(overwrite=self.overwrite, objects_may_differ=self.objects_may_differ)
         if self.step is not None:
             object.__setattr__(self, "step", whole_step(self.step))
         if self.include is not None or self.exclude:

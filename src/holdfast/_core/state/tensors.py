@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from holdfast._core.base.values import check_switches
 from holdfast._core.layout.deferred_offset import DeferredOffset
 from holdfast.errors import BadInput
 
@@ -114,6 +115,7 @@ class PerRank:
         merge: Merge | None = None,
     ) -> None:
         self.value: Any = value
+        check_switches(optional=optional)
         self.optional: bool = optional
         self.merge: Merge | None = merge
         if merge is not None and not callable(merge):

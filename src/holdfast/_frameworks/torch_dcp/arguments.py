@@ -153,7 +153,7 @@ def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given:
         raise OnlyTorch(f"{os.fspath(folder)} is neither a checkpoint of Holdfast nor a published model.")
     return Understood(
         folder,
-        overwrite=getattr(storage, "overwrite", True),
+        overwrite=bool(getattr(storage, "overwrite", True)),
         threads=getattr(storage, "thread_count", 1),
         partial=getattr(planner, "allow_partial_load", False),
         save_id=getattr(storage, "save_id", MARKER),
