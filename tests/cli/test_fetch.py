@@ -448,6 +448,10 @@ def test_damage_is_found_in_the_source_and_in_the_copy(
     with pytest.raises(CorruptCheckpoint, match="do not match the digest"):
         huggingface.fetch(checkpoint, "0", ONE, tmp_path / "bad")
     assert not (tmp_path / "bad" / "slice.holdfast").exists()
+    for path in data_files(checkpoint):
+        path.unlink()
+    with pytest.raises(CorruptCheckpoint, match=f"A data file of {checkpoint} is missing: "):
+        huggingface.fetch(checkpoint, "0", ONE, tmp_path / "worse")
 
 
 def test_inspect_opens_it_and_says_what_it_is(kept: Path, tmp_path: Path, run: Run) -> None:

@@ -484,6 +484,16 @@ def test_fingerprints_of_data_that_is_not_there_are_not_believed(tmp_path: Path,
     assert CliRunner().invoke(cli, ["same", str(a), str(b)]).exit_code == 2
 
 
+def test_a_file_that_is_missing_is_damage(tmp_path: Path) -> None:
+    """Without fingerprints it is noticed when it is to be read: storage's own error came, of no public class."""
+    a, b = (spread(weights(), tmp_path / name, 2) for name in ("a", "b"))
+    lose(b, a)
+    for places in ((a, b), (b, a)):
+        with pytest.raises(CorruptCheckpoint, match=f"A data file of {b} is missing: ") as raised:
+            holdfast.same(*places)
+        assert raised.value.hint
+
+
 def test_data_that_can_not_be_read_now_is_not_told_as_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,6 +211,21 @@ def test_an_export_reads_in_batches(at_once: int, tmp_path: Path, monkeypatch: p
     assert same(found, given)
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_export_of_what_lacks_a_file_leaves_nothing(is_there: bool, tmp_path: Path) -> None:
+    holdfast.save(state(), tmp_path / "it", job=holdfast.Job(no_dist=True))
+    for path in (tmp_path / "it" / "data").iterdir():
+        path.unlink()
+    if is_there:
+        (tmp_path / "out").mkdir()
+    with pytest.raises(CorruptCheckpoint, match=f"A data file of {tmp_path / 'it'} is missing: ") as raised:
+        export_torch_dist(tmp_path / "it", tmp_path / "out")
+    assert raised.value.hint
+    # A folder of the user stays, empty as it was.
+    assert (tmp_path / "out").exists() == is_there
+    assert not is_there or not any((tmp_path / "out").iterdir())
+
+
 def sequential(steps: int) -> torch.optim.lr_scheduler.SequentialLR:
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
     parts = [

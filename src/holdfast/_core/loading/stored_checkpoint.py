@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
@@ -30,15 +30,15 @@ from holdfast._core.layout.tensor import (
     nearest,
 )
 from holdfast._core.loading.boxes import Wanted, fill_boxes, read_boxes
-from holdfast._core.loading.version import file_missing, is_still_there
+from holdfast._core.loading.version import reading
 from holdfast._core.state.from_names import with_extra_states
 from holdfast._core.state.live import State
 from holdfast._core.state.memory import torch_dtype
 from holdfast._core.state.structure import nest
-from holdfast._core.store.base import Folder, NotFound
+from holdfast._core.store.base import Folder
 from holdfast._core.store.local import open_store
-from holdfast._core.store.pins import NOT_PINNED, Pin
-from holdfast.errors import BadInput, MissingTensors, Replaced
+from holdfast._core.store.pins import Pin
+from holdfast.errors import BadInput, MissingTensors
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -246,19 +246,8 @@ class StoredCheckpoint(Mapping[str, Any]):
         with self._reading():
             fill_boxes(self._store, self._source, boxes, targets)
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Tell a missing file (damage) from a removed checkpoint, and raise the matching error."""
-        try:
-            yield
-        except NotFound as error:
-            if is_still_there(self._store, self._source.identity):
-                raise file_missing(self._store, error) from None
-            unpinned = "" if self._pin.holds else f"{NOT_PINNED} "
-            raise Replaced(
-                f"{self.path} was removed or replaced while it was read.",
-                hint=unpinned + "Open it again, or a newer step.",
-            ) from None
+    def _reading(self) -> AbstractContextManager[None]:
+        return reading(self._store, self._source.identity, self._pin)
 
     def close(self) -> None:
         """Close the index. Later reads fail."""

@@ -45,6 +45,7 @@ from holdfast._core.io.small_files import read_file
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import OBJECT, TensorSpec, dtype_code
 from holdfast._core.loading.boxes import Wanted, read_boxes
+from holdfast._core.loading.version import reading
 from holdfast._core.protocol.call import begin_call
 from holdfast._core.protocol.job import Job
 from holdfast._core.saving.job import SaveReport
@@ -191,6 +192,7 @@ def export_torch_dist(
         if token is not None:
             delete(target, [path for path in left if token not in path])
             return 0
+        is_new = target.stat() is None
         with storage_errors("Making", target.url):
             make_durably(target.root)
         writer = _Writer(target, f"{label}-{secrets.token_hex(4)}")
@@ -200,6 +202,8 @@ def export_torch_dist(
             writer.close()
         except BaseException:
             writer.discard()
+            if is_new:
+                target.remove()
             raise
         put_files(target, small)
         made = metadata.encode(described, planned, writer.stored, save_id=_EXPORT + writer.suffix)
@@ -244,7 +248,8 @@ def _export(store: Store, index: Index, writer: _Writer, progress: ReportProgres
     described: Described = {**tensors}
     meter = Meter(progress, int(columns.chunk_bytes().sum()))
     for batch in _batches(columns):
-        contents, _ = read_boxes(store, index, batch)
+        with reading(store, index.identity):
+            contents, _ = read_boxes(store, index, batch)
         for (spec, box, _), content in zip(batch, contents, strict=True):
             if spec.kind != OBJECT:
                 writer.add(dcp.MetadataIndex(spec.name, box.offset), _archive(content))

@@ -25,6 +25,7 @@ from holdfast._core.io.source import Source
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, OBJECT, TENSOR, TensorSpec
 from holdfast._core.loading.boxes import Wanted, read_boxes
+from holdfast._core.loading.version import reading
 from holdfast._core.ready import ready
 from holdfast._core.store.base import Folder, Store
 from holdfast._core.store.local import open_store
@@ -184,7 +185,8 @@ class FolderSide:
 
     def read(self, spec: TensorSpec, box: Box, dtype: int) -> torch.Tensor:
         spec = spec._replace(name=self.stored_name(spec.name))
-        (tensor,), used = read_boxes(self.store, self.source, [Wanted(spec, box, dtype)])
+        with reading(self.store, self.source.identity):
+            (tensor,), used = read_boxes(self.store, self.source, [Wanted(spec, box, dtype)])
         self.used |= used | {unpacked_name(name) for name in used}
         return tensor
 

@@ -20,6 +20,7 @@ from holdfast._core.io.small_files import read_file
 from holdfast._core.layout.box import whole
 from holdfast._core.layout.tensor import DTYPES, TENSOR, TensorSpec, counted, listed
 from holdfast._core.loading.boxes import Wanted, read_boxes
+from holdfast._core.loading.version import reading
 from holdfast._core.store.base import Folder, storage_errors
 from holdfast._core.store.filesystem import make_durably
 from holdfast._core.store.local import open_local, open_store
@@ -66,6 +67,7 @@ def export_adapter(
         _check(tensors, config, store.url)
         if configured.stat(ADAPTER_WEIGHTS) is not None:
             _compare(tensors, Adapter(configured), store.url)
+        is_new = target.stat() is None
         with storage_errors("Making", target.url):
             make_durably(target.root)
         file, position = WholeFiles(target.root).create(ADAPTER_WEIGHTS), 0
@@ -74,12 +76,15 @@ def export_adapter(
             file.write_at(0, [header])
             for spec in tensors.values():
                 for box in slabs(whole(spec.shape), DTYPES[spec.dtype].size):
-                    (part,), _ = read_boxes(store, opened, [Wanted(spec, box, spec.dtype)])
+                    with reading(store, opened.identity):
+                        (part,), _ = read_boxes(store, opened, [Wanted(spec, box, spec.dtype)])
                     data = part.reshape(-1).view(torch.uint8).numpy().data
                     file.write_at(len(header) + position, [data])
                     position += len(data)
         except BaseException:
             file.discard()
+            if is_new:
+                target.remove()
             raise
         file.finish()
         put_files(target, {ADAPTER_CONFIG: said})

@@ -28,6 +28,7 @@ from holdfast._core.io.on_threads import on_threads
 from holdfast._core.layout.box import cut, whole
 from holdfast._core.layout.tensor import CODE_OF, DTYPES
 from holdfast._core.loading.alike import hold_the_same
+from holdfast._core.loading.version import reading
 from holdfast._core.protocol.call import Call, begin_call
 from holdfast._core.protocol.job import Job, job_of
 from holdfast._core.protocol.operation import read_state
@@ -248,8 +249,9 @@ class _Export(CollectiveTask):
         with open_index(self.store) as self._index:
             if self._index.identity != self._identity:
                 raise BadInput(f"{self.store.url} was replaced while it was exported.", hint="Export again.")
-            for name, tensors in self._mine():
-                self._write(name, tensors)
+            with reading(self.store, self._identity):
+                for name, tensors in self._mine():
+                    self._write(name, tensors)
         return {}
 
     def finish(self, reports: dict[int, Message]) -> Message:

@@ -31,6 +31,7 @@ from holdfast._core.io.raw_read import fill_rows
 from holdfast._core.io.source import Source
 from holdfast._core.layout.box import Box, cut
 from holdfast._core.layout.tensor import TensorSpec
+from holdfast._core.loading.version import reading
 from holdfast._core.plan.merge import Merger
 from holdfast._core.plan.save import plan_save
 from holdfast._core.plan.shard_table import ShardTable
@@ -104,10 +105,11 @@ class SliceWriter:
             return 0
         written, merger = 0, Merger()
         merger.add(0, _all_names(self._what.columns))
-        for number, pieces in enumerate(self._files):
-            columns, size = self._file(number, pieces)
-            merger.add(0, columns)
-            written += size
+        with reading(self._store, self._opened.identity):
+            for number, pieces in enumerate(self._files):
+                columns, size = self._file(number, pieces)
+                merger.add(0, columns)
+                written += size
         with open_source(self._store) as again:
             if again.identity != self._opened.identity:
                 raise BadInput(f"{self._store.url} was replaced while it was fetched.", hint="Fetch again.")
