@@ -387,6 +387,25 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
         store.open("loop")
 
 
+def test_a_folder_that_can_not_be_made_is_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where an automounter, or /proc, says that there is no such folder. The error of a write came as
+    `NotFound`, which is not among the public errors, and without a hint."""
+
+    def mkdir(path: str, *_: Any) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+
+    monkeypatch.setattr(filesystem, "VANISHING", 0.1)
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    store = LocalStore(tmp_path / "gone")
+    for write in (lambda: store.create("a"), lambda: store.publish("a", b"1", None)):
+        with pytest.raises(StorageError, match="No such file or directory") as caught:
+            write()
+        assert type(caught.value) is StorageError
+        assert "mounted on this host" in caught.value.hint
+
+
 def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     put(store, "data", b"1")

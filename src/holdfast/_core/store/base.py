@@ -362,6 +362,7 @@ class storage_errors:  # noqa: N801, because it is used like a function, as cont
             raise _as_storage_error(self.doing, self.path, error) from None
 
 
+_READS = frozenset({"Opening", "Reading", "Looking at", "Listing"})
 _FORBIDDEN = "Give this user the right to read it, and to search the folders that it lies in."
 _READING = {errno.EACCES: _FORBIDDEN, errno.EPERM: _FORBIDDEN}
 """Hints for failed reads, by errno."""
@@ -371,6 +372,7 @@ _WRITING = {
     errno.EROFS: "Choose a folder that can be written to.",
     errno.ENOSPC: "Free space there, or prune old steps, and save again.",
     errno.EDQUOT: "Free space in the quota, or prune old steps, and save again.",
+    errno.ENOENT: "Is the path right, and mounted on this host? Does something remove folders there?",
     errno.EFBIG: "Raise the limit of a file's size (ulimit -f), or set Options(max_file_bytes=) below it.",
 }
 _HINTS = {
@@ -385,9 +387,11 @@ _HINTS = {
 
 
 def _as_storage_error(doing: str, path: str, error: OSError) -> StorageError:
-    # ENOTDIR: a part of the path is a file, so nothing of that name can be below it.
-    kind = NotFound if error.errno in (errno.ENOENT, errno.ENOTDIR) else StorageError
-    hints = _HINTS | (_READING if doing in ("Opening", "Reading", "Looking at", "Listing") else _WRITING)
+    # ENOTDIR: a part of the path is a file, so nothing of that name can be below it. Of a write, a missing
+    # folder tells nothing about the file.
+    is_read = doing in _READS
+    kind = NotFound if is_read and error.errno in (errno.ENOENT, errno.ENOTDIR) else StorageError
+    hints = _HINTS | (_READING if is_read else _WRITING)
     reason = os.strerror(error.errno) if error.errno else str(error)
     return kind(
         f"{doing} {path} failed: {reason}.",
