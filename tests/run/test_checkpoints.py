@@ -205,6 +205,34 @@ def test_steps_of_some_names_leave_the_newest_whole_ones(where: str, tmp_path: P
         assert run.steps() == [5]
 
 
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (lambda rank: torch.full((2,), float(rank)), "hold different bytes"),
+        (lambda rank: torch.zeros(2 + rank), "Ranks disagree on 'w'"),
+        (lambda rank: float(rank), "Ranks disagree on 'w'"),
+        (lambda rank: holdfast.Shard(torch.zeros(1, 2), (3, 2), (rank, 0)), "is not covered"),
+    ],
+)
+def test_what_ranks_disagree_on_is_told_with_the_step_that_failed(
+    part: Any, said: str, tmp_path: Path
+) -> None:
+    """The next save raises it, so the sentence alone has to say which one failed."""
+
+    def job(roster: Any) -> str:
+        run = holdfast.Checkpoints(tmp_path, job=holdfast.Job(roster=roster, timeout=30, stall_timeout=10))
+        run.save(100, {"w": part(roster.rank)})
+        with pytest.raises(HoldfastError, match=said) as raised:
+            run.save(200, {"w": torch.zeros(2)})
+        run.close()
+        return str(raised.value)
+
+    (first, second) = on_ranks(2, job)
+    assert first == second
+    assert f"save of {tmp_path}/step-00000100 (step 100) failed" in first
+    assert first.count("step 100") == 1
+
+
 def test_a_restore_passes_over_steps_of_some_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def state() -> dict[str, torch.Tensor]:
         return {"w": torch.full((3,), -1.0), "m": torch.full((3,), -1.0)}

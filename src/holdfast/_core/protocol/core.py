@@ -302,8 +302,11 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
     judging = context.is_committer and context.phase in ("assigning", "committing", "read")
     if error.rank is None and not error.missing and not judging:
         error.rank = context.rank
-    if error.rank == context.rank and not error.missing and not error.phase:
-        error.message = f"{context.title} failed{context.there} in phase {context.phase!r}: {error.message}"
+    if not error.missing and not error.phase:
+        # Also what is said of other ranks names the call: an asynchronous save's is raised by a later one.
+        there = context.there if error.rank == context.rank else ""
+        if error.rank == context.rank or context.title not in error.message:
+            error.message = f"{context.title} failed{there} in phase {context.phase!r}: {error.message}"
     error.step = context.step if error.step is None else error.step
     error.phase = error.phase or context.phase
     context.on_wait(None)
