@@ -131,3 +131,14 @@ def test_a_wait_for_its_result_that_is_too_short_is_a_timeout(tmp_path: Path) ->
     finally:
         stop()
     pending.committed(60)
+
+
+def test_notes_are_those_of_the_call_and_any_json(tmp_path: Path) -> None:
+    """The index is made at the commit: a dict of notes that a loop goes on with was stored as it was by then."""
+    notes: dict[str, Any] = {"step": 1, "losses": [0.5], "state of PCG64": 1 << 127, "odd": "\ud800"}
+    pending = holdfast.async_save({"w": torch.zeros(1 << 20)}, tmp_path / "a", notes=notes)
+    notes["step"] = 2
+    notes["losses"].append(0.25)
+    pending.result(60)
+    with holdfast.open(tmp_path / "a") as opened:
+        assert opened.notes == {"step": 1, "losses": [0.5], "state of PCG64": 1 << 127, "odd": "\ud800"}

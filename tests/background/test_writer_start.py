@@ -41,7 +41,7 @@ elif where == "sys.path":
 elif where == "a Path in sys.path":
     sys.path.insert(0, Path(hostile))
 writer = WriterClient()
-job = WriteJob(0, 0, 0, store, 0, [], [], [], [], [], [], [], {"attempt": "a"}, Options())
+job = WriteJob(0, 0, 0, store, 0, [], [], [], [], [], [], [], '{"attempt": "a"}', Options())
 (file,) = writer.write(Arena(), job, lambda total: None, lambda moved: None, lambda: None)
 print(file.name)
 writer.kill()
@@ -105,7 +105,7 @@ def test_the_writer_starts_no_threads_for_linear_algebra(
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     writer = WriterClient()
-    job = WriteJob(0, 0, 0, str(tmp_path), 0, [], [], [], [], [], [], [], {"attempt": "a"}, Options())
+    job = WriteJob(0, 0, 0, str(tmp_path), 0, [], [], [], [], [], [], [], '{"attempt": "a"}', Options())
     try:
         writer.write(Arena(), job, lambda total: None, lambda moved: None, lambda: None)
         threads = os.listdir(f"/proc/{writer.pid}/task")
@@ -122,14 +122,14 @@ def test_a_writer_that_closes_its_connection_and_stays_is_told_as_that(
     monkeypatch.setattr(writer_client, "START", script)
     monkeypatch.setattr(writer_client, "ENDS", 0.2)
     writer = WriterClient()
-    job = WriteJob(0, 0, 0, str(tmp_path), 0, [], [], [], [], [], [], [], {"attempt": "a"}, Options())
+    job = WriteJob(0, 0, 0, str(tmp_path), 0, [], [], [], [], [], [], [], '{"attempt": "a"}', Options())
     with pytest.raises(WriterDied, match=r"has closed its connection, and not ended, before it had written"):
         writer.write(Arena(), job, lambda total: None, lambda moved: None, lambda: None)
 
 
 def test_where_the_process_is_is_told(tmp_path: Path) -> None:
     writer = WriterClient()
-    job = WriteJob(0, 0, 0, str(tmp_path), 0, [], [], [], [], [], [], [], {"attempt": "a"}, Options())
+    job = WriteJob(0, 0, 0, str(tmp_path), 0, [], [], [], [], [], [], [], '{"attempt": "a"}', Options())
 
     def becomes(state: str) -> None:
         wait_until(lambda: (now := stat(pid)) is not None and now.state == state)

@@ -3,6 +3,7 @@ waves."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -114,7 +115,7 @@ def _order(
         deferred=table.deferred,
         base=staged.base,
         witnessed=[(*key, *value) for key, value in staged.witnessed.items()],
-        about=about,
+        about=json.dumps(about),
         options=options or job.options,
         earlier=job.earlier(),
         only=only,
@@ -144,7 +145,7 @@ def _write(writer: WriterClient, arena: Arena, job: SaveJob, order: WriteJob) ->
     except BaseException:
         writer.kill()  # it may be stuck, and would leave files behind if it went on
         if not job.options.keep_failed:
-            _sweep(job.store, order.about["attempt"], job.rank)
+            _sweep(job.store, json.loads(order.about)["attempt"], job.rank)
         raise
     finally:
         job.operation.presence.more = dict

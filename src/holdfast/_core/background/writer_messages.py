@@ -11,7 +11,6 @@ import msgspec
 
 from holdfast._core.base.options import Options
 from holdfast._core.format.names import WrittenFile
-from holdfast._core.io.file_writer import About
 from holdfast._core.io.unchanged import Earlier
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.deferred_offset import DeferredOffset
@@ -45,7 +44,8 @@ class WriteJob(msgspec.Struct, tag="Job", array_like=True):
     """Position of each row's first element in the arena."""
     witnessed: list[tuple[int, bytes, int, int]]
     """Row, offset, block and digest of each piece that this rank witnesses."""
-    about: About
+    about: str
+    """As JSON: notes may have numbers and text in them that MessagePack has not."""
     options: Options
     earlier: Earlier | None = None
     """The earlier save; chunks that have not changed since are linked to its files."""

@@ -6,6 +6,7 @@ either process ends, for whatever reason. Unfinished files belong to no checkpoi
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
@@ -115,8 +116,9 @@ def write_job(
     plan = plan_save(table, job.replicas, job.options)
     planned(int(plan.chunks.nbytes.sum()))
     witnessed = {(row, offset): (block, value) for row, offset, block, value in job.witnessed}
+    about = json.loads(job.about)
     return write_files(
-        WriteRequest(store, table, plan, job.about, job.options, progress, witnessed, job.only, job.earlier)
+        WriteRequest(store, table, plan, about, job.options, progress, witnessed, job.only, job.earlier)
     )
 
 

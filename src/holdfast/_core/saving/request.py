@@ -81,8 +81,9 @@ class SaveRequest:
         if self.include is not None or self.exclude:
             object.__setattr__(self, "about", {**self.about, PARTIAL: True})
         try:
-            # Checked now, because the index is encoded only at the commit, after all ranks have written.
-            json.dumps(self.notes)
+            # Encoded now: the index is made at the commit, after all ranks have written, and by then the
+            # caller may have changed what it gave.
+            object.__setattr__(self, "notes", json.loads(json.dumps(self.notes)))
         except (TypeError, ValueError, RecursionError) as error:
             raise BadInput(
                 f"notes= must be a JSON value (text, numbers, lists, dicts): {error}.",
