@@ -20,7 +20,16 @@ from holdfast._core.roster.beacon import beacon_of
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call
-from holdfast._watch.evidence import OPERATION, Evidence, Frame, GroupOperation, Rank, SourceLine, Stack
+from holdfast._watch.evidence import (
+    OPERATION,
+    ROLL_CALL,
+    Evidence,
+    Frame,
+    GroupOperation,
+    Rank,
+    SourceLine,
+    Stack,
+)
 from holdfast._watch.own_stacks import OwnEvidence, stacks_here
 from holdfast._watch.places import known_of
 from holdfast._watch.positions import is_held, position_among
@@ -224,3 +233,42 @@ def test_ranks_at_both_ends_of_a_message_are_no_circle() -> None:
     both_send = why(1, "send")
     assert both_send is not None
     assert both_send.kind == "cycle"
+
+
+def blocked(function: str, operations: tuple[GroupOperation, ...], **names: str) -> Rank:
+    """Rank 0, whose main thread is in a function of torch and has issued these operations."""
+    torchs = Frame(function, "torch/distributed/distributed_c10d.py", 9)
+    stack = Stack("MainThread", (torchs, Frame("step", "train.py", 3)), SourceLine("roll call"), names, "7")
+    return Rank(0, operations, stacks=(stack,), later=(stack,), busy=0.0)
+
+
+def issued(group: str, number: int, name: str = "all_reduce") -> GroupOperation:
+    return GroupOperation(group, number, name, "started", ROLL_CALL, thread="7", backend="gloo")
+
+
+def test_a_thread_waits_in_one_of_the_operations_that_it_has_issued() -> None:
+    handle = issued("1:metrics", 3)
+    members: dict[str, tuple[int, ...]] = {"1:metrics": (0, 2), "2:train": (0, 1)}
+    done = tuple(msgspec.structs.replace(issued(group, 2), state="completed") for group in members)
+    busy = Stack("MainThread", (Frame("compute", "train.py", 5),), ROLL_CALL, ident="7")
+    others = {rank: Rank(rank, done, stacks=(busy,), later=(busy,), busy=1.0) for rank in (1, 2)}
+
+    def who(rank: Rank) -> tuple[int, ...] | None:
+        found = diagnose(Evidence({0: rank, **others}, world_size=3, members=members)).who
+        assert found is not None
+        return found.ranks
+
+    assert who(blocked("all_reduce", (handle, issued("2:train", 3)), **{"in": "2:train"})) == (1,)
+    assert who(blocked("all_reduce", (handle, issued("2:train", 3)), **{"in": "1:metrics"})) == (2,)
+    assert who(blocked("recv", (handle,), **{"in": "2:train", "peer": "1"})) == (1,)
+    assert who(blocked("wait", (handle,))) == (2,)  # torch's own functions wait for handles, too
+
+
+def test_the_peer_of_a_message_is_no_source_of_a_broadcast() -> None:
+    shared = issued("1:weights", 3, "broadcast")
+    receives = blocked("recv", (shared,), **{"in": "2:pipe", "peer": "2"})
+    waits = msgspec.structs.replace(
+        blocked("broadcast", (shared,), **{"in": "1:weights", "peer": "0"}), rank=1
+    )
+    evidence = Evidence({0: receives, 1: waits, 2: Rank(2)}, world_size=3, members={"1:weights": (0, 1, 2)})
+    assert diagnose(evidence).why is None

@@ -67,9 +67,10 @@ class Stack(msgspec.Struct, frozen=True):
     """Innermost first."""
     source: SourceLine
     names: dict[str, str] = {}
-    """Known arguments: `group_name` and `members` of a group being opened, and `peer`, the peer of a `recv`
-    or `send`, or the source of a broadcast. Of a `recv` or `send` also its `tag`, the group that it is `of`,
-    and the number of the `message` in its process."""
+    """Known arguments: `group_name` and `members` of a group being opened; the group that a function of
+    torch.distributed is `in`, as records name it; and `peer`, the peer of a `recv` or `send`, or the source
+    of a broadcast. Of a `recv` or `send` also its `tag`, the group that it is `of`, and the number of the
+    `message` in its process."""
     ident: str = ""
     """The thread's ID, as in the flight record of its process."""
 

@@ -84,21 +84,36 @@ def _stack(thread: str, ident: int, frame: FrameType | None) -> Stack:
 
 
 def _names(frames: Iterable[FrameType]) -> dict[str, str]:
-    """Return the group that a thread is creating, as no record has it yet, or the rank that it waits for."""
+    """Return the group that a thread is creating, as no record has it yet, or else the group of the function
+    of torch that it is in, and the rank that it waits for."""
     for frame in frames:
-        if frame.f_code.co_name == _OPENS:
+        code = frame.f_code
+        if code.co_name == _OPENS:
             known = _variables(frame)
             ranks = known.get("global_ranks_in_group")
             members = ",".join(map(str, ranks)) if isinstance(ranks, list) else ""
             return {"group_name": str(known.get("group_name")), "members": members}
-        if frame.f_code.co_name in _OF_A_PEER and frame.f_code.co_filename.endswith("distributed_c10d.py"):
+        if code.co_filename.endswith("distributed_c10d.py"):
             known = _variables(frame)
-            peer, local = (known.get(f"{of}src", known.get(f"{of}dst")) for of in ("", "group_"))
-            if not isinstance(peer, int) and isinstance(local, int):
-                with suppress(ValueError, RuntimeError):  # the group is destroyed
-                    peer = dist.get_global_rank(known.get("group") or dist.group.WORLD, local)  # type: ignore[arg-type]
-            return {"peer": str(peer), **_message(known)} if isinstance(peer, int) else {}
+            if "group" in known:
+                return _group(known) | (_peer(known) if code.co_name in _OF_A_PEER else {})
     return {}
+
+
+def _group(known: Mapping[str, object]) -> dict[str, str]:
+    group = known["group"] or dist.group.WORLD
+    with suppress(RuntimeError):  # the group is destroyed
+        name, description = (str(getattr(group, f"group_{what}", "")) for what in ("name", "desc"))
+        return {"in": group_name(name, description)} if name else {}
+    return {}
+
+
+def _peer(known: Mapping[str, object]) -> dict[str, str]:
+    peer, local = (known.get(f"{of}src", known.get(f"{of}dst")) for of in ("", "group_"))
+    if not isinstance(peer, int) and isinstance(local, int):
+        with suppress(ValueError, RuntimeError):  # the group is destroyed
+            peer = dist.get_global_rank(known.get("group") or dist.group.WORLD, local)  # type: ignore[arg-type]
+    return {"peer": str(peer), **_message(known)} if isinstance(peer, int) else {}
 
 
 def _message(known: Mapping[str, object]) -> dict[str, str]:

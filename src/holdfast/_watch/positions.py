@@ -9,7 +9,7 @@ import re
 from itertools import pairwise
 from typing import NamedTuple
 
-from holdfast._watch.evidence import OPERATION, Evidence, Frame, Rank, Stack, is_of_a_library
+from holdfast._watch.evidence import OPERATION, Evidence, Frame, GroupOperation, Rank, Stack, is_of_a_library
 
 _TORCH = re.compile(r"torch/(?:distributed|cuda|_tensor|csrc|_C)|^lib(?:cuda|cudart|nccl|torch)")
 _BLOCKED = re.compile(
@@ -170,3 +170,18 @@ def is_held(rank: Rank, one: Position) -> bool:
     again = position_of(later)
     again = again if again.is_blocked else position_among(rank.later)
     return again.is_blocked and again.call == one.call
+
+
+_UNRECORDED = {"send", "recv", "monitored_barrier"}
+"""Functions that wait in no operation of a flight record over gloo."""
+
+
+def may_wait_in(rank: Rank, one: Position, operation: GroupOperation) -> bool:
+    """Return whether a blocked thread may wait in this operation. Others are pending as well, such as with
+    `async_op=True`: it waits in the newest of the group of its function, if its own process has told that."""
+    if one.stack.ident and (one.does == "opens" or one.stack.calls[0].function in _UNRECORDED):
+        return False
+    group = one.stack.names.get("in")
+    same = (other for other in rank.operations if other.is_pending and other.thread == operation.thread)
+    newest = max((other.number for other in same if other.group == group), default=None)
+    return group is None or (operation.group, operation.number) == (group, newest)

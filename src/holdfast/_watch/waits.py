@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 from holdfast._watch.evidence import ROLL_CALL, UNKNOWN, Evidence, GroupOperation, Rank, Stack
 from holdfast._watch.names import OF_SOME, WAITS_FOR_ALL
-from holdfast._watch.positions import is_held, may_be_at_its_gpu, position_among, position_of, rests_in_c
+from holdfast._watch.positions import (
+    is_held,
+    may_be_at_its_gpu,
+    may_wait_in,
+    position_among,
+    position_of,
+    rests_in_c,
+)
 
 Table = dict[str, dict[int, dict[int, GroupOperation]]]
 """The operations by group, sequence number and rank."""
@@ -191,7 +198,7 @@ class Waits:
         position = position_of(issued) if issued is not None else position_among(rank.stacks)
         name = _name(rank, position.stack)
         if is_held(rank, position):
-            return name, True
+            return (name, True) if may_wait_in(rank, position, one) else None
         if issued is not None:
             return (name, False) if rests_in_c(rank, position) else None
         # A wait for a GPU, as in `.item()`, shows as a line of the program.

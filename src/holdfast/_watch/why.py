@@ -7,7 +7,13 @@ from collections.abc import Iterator
 
 from holdfast._watch.evidence import CUT_OFF, GLOO_TIMEOUT, UNKNOWN, Ending, Evidence, GroupOperation, Rank
 from holdfast._watch.names import SAME_SIZES, WAITS_FOR_ALL, plain
-from holdfast._watch.positions import has_ended, is_in_its_program, positions_of
+from holdfast._watch.positions import (
+    has_ended,
+    is_in_its_program,
+    may_wait_in,
+    position_of,
+    positions_of,
+)
 from holdfast._watch.verdict import Observation, Why, listed
 from holdfast._watch.waits import Table, Waits
 
@@ -207,7 +213,8 @@ def _source(rank: Rank, one: GroupOperation) -> str:
     pending = [other for other in rank.operations if other.is_pending and other.thread == one.thread]
     if one.kind != "broadcast" or not one.thread or pending != [one]:
         return ""
-    return next((stack.names.get("peer", "") for stack in rank.stacks if stack.ident == one.thread), "")
+    at = (position_of(stack) for stack in rank.stacks if stack.ident == one.thread)
+    return next((each.stack.names.get("peer", "") for each in at if may_wait_in(rank, each, one)), "")
 
 
 def _said(kinds: dict[int, Kind], kind: Kind) -> str:
