@@ -272,3 +272,20 @@ def test_the_peer_of_a_message_is_no_source_of_a_broadcast() -> None:
     )
     evidence = Evidence({0: receives, 1: waits, 2: Rank(2)}, world_size=3, members={"1:weights": (0, 1, 2)})
     assert diagnose(evidence).why is None
+
+
+def test_a_broadcast_in_a_function_called_send_is_no_message() -> None:
+    """DeepSpeed's pipelines have had such functions, for backends without messages."""
+
+    def at(rank: int, function: str) -> Rank:
+        share = issued("2:pipe", 3, "broadcast")
+        one = blocked("broadcast", (share,), **{"in": "2:pipe", "peer": "0"})
+        calls = (one.stacks[0].calls[0], Frame(function, "pipe.py", 4))
+        stacks = (msgspec.structs.replace(one.stacks[0], calls=calls),)
+        return msgspec.structs.replace(one, rank=rank, stacks=stacks, later=stacks)
+
+    ranks = {0: at(0, "send"), 1: at(1, "recv")}
+    found = diagnose(Evidence(ranks, world_size=2, members={"2:pipe": (0, 1)}))
+    assert found.who is not None
+    assert (found.who.ranks, found.why) == ((), None)
+    assert "nobody is missing" in found.who.summary

@@ -246,8 +246,10 @@ class Waits:
 
 
 def _way(stack: Stack) -> str:
-    """Return `send` or `recv` of a thread that is in one, or ""."""
-    return next((call.function for call in stack.calls if call.function in ("send", "recv")), "")
+    """Return `send` or `recv` of a thread that is in torch's, or "". A program has its own functions of these
+    names, such as around a broadcast."""
+    torchs = (call.function for call in stack.calls if call.file.endswith("distributed_c10d.py"))
+    return next((function for function in torchs if function in ("send", "recv")), "")
 
 
 def _name(rank: Rank, stack: Stack) -> str:
