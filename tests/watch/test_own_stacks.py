@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -289,3 +290,75 @@ def test_a_broadcast_in_a_function_called_send_is_no_message() -> None:
     assert found.who is not None
     assert (found.who.ranks, found.why) == ((), None)
     assert "nobody is missing" in found.who.summary
+
+
+def test_a_call_in_c_is_known_by_its_name() -> None:
+    lock = threading.Lock()
+    begin, holder, pipe = threading.Barrier(5), {"lock": [lock]}, os.pipe()
+    os.write(pipe[1], bytes(100))
+
+    def acquires() -> None:
+        begin.wait()
+        lock.acquire()
+        lock.release()
+
+    def with_a_limit() -> None:
+        begin.wait()
+        holder["lock"][0].acquire(timeout=max(len(holder), 60.0))
+        lock.release()
+
+    def enters() -> None:
+        begin.wait()
+        with lock:
+            pass
+
+    def reads() -> None:
+        begin.wait()
+        for _ in range(101):  # Python replaces instructions that it has executed often
+            os.read(pipe[0], 1)
+
+    functions = (acquires, with_a_limit, enters, reads)
+    threads = [threading.Thread(target=one, name=one.__name__) for one in functions]
+    with lock:
+        for thread in threads:
+            thread.start()
+        begin.wait()
+
+        def calls() -> dict[str, str]:
+            own = {stack.thread: stack for stack in stacks_here()}
+            return {
+                thread.name: own[thread.name].names.get("calls", "")
+                for thread in threads
+                if own[thread.name].calls[0].function == thread.name
+            }
+
+        wanted = {"acquires": "acquire", "with_a_limit": "acquire", "enters": "__enter__", "reads": "read"}
+        wait_until(lambda: calls() == wanted)
+    os.write(pipe[1], bytes(1))
+    for thread in threads:
+        thread.join()
+    for end in pipe:
+        os.close(end)
+
+
+def test_a_rank_in_another_call_is_not_taken_for_one_that_waits_for_its_handle() -> None:
+    """Rank 0 waits for rank 1, which has a handle for which rank 2 is missing."""
+    train, metrics = issued("2:train", 3), issued("1:metrics", 3)
+    done = tuple(msgspec.structs.replace(one, number=2, state="completed") for one in (train, metrics))
+    members: dict[str, tuple[int, ...]] = {"1:metrics": (1, 2), "2:train": (0, 1)}
+    busy = Stack("MainThread", (Frame("compute", "train.py", 5),), ROLL_CALL, ident="7")
+
+    def who(calls: str) -> tuple[int, ...] | None:
+        rests = (Stack("MainThread", (Frame("step", "train.py", 7),), ROLL_CALL, {"calls": calls}, "7"),)
+        ranks = {
+            0: blocked("all_reduce", (train,), **{"in": "2:train"}),
+            1: Rank(1, (metrics, *done), stacks=rests, later=rests, busy=0.0),
+            2: Rank(2, done, stacks=(busy,), later=(busy,), busy=1.0),
+        }
+        found = diagnose(Evidence(ranks, world_size=3, members=members)).who
+        assert found is not None
+        return found.ranks
+
+    assert who("wait") == (2,)
+    assert who("acquire") == (1,)
+    assert who("sleep") == (1,)

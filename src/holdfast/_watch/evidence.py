@@ -70,7 +70,7 @@ class Stack(msgspec.Struct, frozen=True):
     """Known arguments: `group_name` and `members` of a group being opened; the group that a function of
     torch.distributed is `in`, as records name it; and `peer`, the peer of a `recv` or `send`, or the source
     of a broadcast. Of a `recv` or `send` also its `tag`, the group that it is `of`, and the number of the
-    `message` in its process."""
+    `message` in its process. Of a line of the program, the method that it `calls`."""
     ident: str = ""
     """The thread's ID, as in the flight record of its process."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ from holdfast._watch.evidence import (
     GroupOperation,
     Rank,
     Stack,
+    is_of_a_library,
 )
 from holdfast._watch.log_lines import CONSEQUENCE
 from holdfast._watch.names import group_name
@@ -80,7 +82,26 @@ def _stack(thread: str, ident: int, frame: FrameType | None) -> Stack:
     has_ended = thread == "MainThread" and not threading.main_thread().is_alive()
     if has_ended and calls[-1].function != "_shutdown":
         calls += (AT_EXIT,)
-    return Stack(thread, calls, ROLL_CALL, _names(frame for frame, _ in read), str(ident))
+    names = _names(frame for frame, _ in read)
+    if not is_of_a_library(calls[0]) and (called := _called(read[0][0])):
+        names["calls"] = called
+    return Stack(thread, calls, ROLL_CALL, names, str(ident))
+
+
+def _called(frame: FrameType) -> str:
+    """Return the method that a frame is calling, such as `wait` of a handle, or "" if it is none: in C
+    it has no frame of its own."""
+    at, name = frame.f_lasti, ""
+    steps = list(dis.get_instructions(frame.f_code))
+    now = next((step for step in steps if step.offset == at), None)
+    if now is None or not now.opname.startswith(("CALL", "PRECALL")):  # Python 3.11 has both
+        return "__enter__" if now is not None and now.opname == "BEFORE_WITH" else ""
+    for step in steps:
+        # In `a.b(c.d)`, the call and the loads of `a` and of `b` begin at one place.
+        begins_alike = step.positions is not None and step.positions[::2] == (now.positions or ())[::2]
+        if step.offset < at and begins_alike and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            name = str(step.argval)
+    return name
 
 
 def _names(frames: Iterable[FrameType]) -> dict[str, str]:

@@ -60,6 +60,9 @@ class Wait(NamedTuple):
     absent: frozenset[int]
     is_sure: bool = True
     """False: the thread is idle at a line of the program, which may be `work.wait()` or another call."""
+    is_likely: bool = True
+    """False: it is known to be another call, such as of a lock. In one of `time.sleep` it may still ask for
+    the end of the operation now and then."""
 
     @property
     def rank(self) -> int:
@@ -155,7 +158,7 @@ class Waits:
             found = self._blocked_thread(self._evidence.ranks[rank], one)
             if found is not None:
                 thread = rank, found[0]
-                self.of.setdefault(thread, Wait(thread, group, one, absent, found[1]))
+                self.of.setdefault(thread, Wait(thread, group, one, absent, *found[1:]))
 
     def _note_unrecorded(self, seen: Rank) -> None:
         """Add waits that no flight record has: messages over gloo, and groups being created."""
@@ -189,21 +192,22 @@ class Waits:
                 return True
         return False
 
-    def _blocked_thread(self, rank: Rank, one: GroupOperation) -> tuple[str, bool] | None:
-        """Return the thread that is blocked in an operation, and whether that is certain; None if no thread
-        waits for the operation."""
+    def _blocked_thread(self, rank: Rank, one: GroupOperation) -> tuple[str, bool, bool] | None:
+        """Return the thread that is blocked in an operation, and whether that is certain, and likely; None if
+        no thread waits for the operation."""
         if not rank.stacks:
-            return "", True
+            return "", True, True
         issued = next((stack for stack in rank.stacks if one.thread and stack.ident == one.thread), None)
         position = position_of(issued) if issued is not None else position_among(rank.stacks)
         name = _name(rank, position.stack)
         if is_held(rank, position):
-            return (name, True) if may_wait_in(rank, position, one) else None
+            return (name, True, True) if may_wait_in(rank, position, one) else None
         if issued is not None:
-            return (name, False) if rests_in_c(rank, position) else None
+            is_likely = position.stack.names.get("calls", "wait") == "wait"
+            return (name, False, is_likely) if rests_in_c(rank, position) else None
         # A wait for a GPU, as in `.item()`, shows as a line of the program.
         at_its_gpu = one.backend != "gloo" and not one.thread and may_be_at_its_gpu(rank, position)
-        return ("", True) if at_its_gpu else None
+        return ("", True, True) if at_its_gpu else None
 
     def next(self, wait: Wait) -> list[Thread]:
         """Return the threads that an operation waits for: on each absent rank, the thread that has issued
@@ -224,10 +228,18 @@ class Waits:
     def roots(self) -> set[Thread]:
         """Return the threads that others wait for and that don't wait in an operation themselves; if there
         are none, those whose own wait is uncertain."""
-        waited_for = {thread for wait in self.of.values() for thread in self.next(wait)}
-        sure = {thread: wait for thread, wait in self.of.items() if wait.is_sure}
-        waited_for_surely = {thread for wait in sure.values() for thread in self.next(wait)}
-        return waited_for - self.of.keys() or waited_for_surely - sure.keys()
+        for waits in (
+            self.likely(),
+            self.of,
+            {thread: one for thread, one in self.of.items() if one.is_sure},
+        ):
+            if roots := {thread for wait in waits.values() for thread in self.next(wait)} - waits.keys():
+                return roots
+        return set()
+
+    def likely(self) -> dict[Thread, Wait]:
+        """Return the waits that are at least likely."""
+        return {thread: wait for thread, wait in self.of.items() if wait.is_likely}
 
     def cycle(self) -> list[Wait]:
         """Return a cycle of waits: each waits for the next, and the last for the first; empty if none."""

@@ -43,15 +43,18 @@ def _by_holdfast(evidence: Evidence) -> Iterator[Who]:
 def _by_counts(evidence: Evidence, waits: Waits) -> Iterator[Who]:
     if not waits.of:
         return
-    circle, at = waits.cycle(), positions_of(evidence)
+    circle, at, of = waits.cycle(), positions_of(evidence), waits.likely()
+    if not of and any(is_held(evidence.ranks[rank], one) for rank, one in at.items()):
+        return  # ranks that are blocked for certain, in what no record has, tell more
+    of = of or waits.of
     # A cycle comes first, whichever other ranks are absent: it never resolves.
     roots = {rank for rank, _ in waits.roots()} if not circle else set[int]()
     opaque = {rank for rank in roots & at.keys() if is_held(evidence.ranks[rank], at[rank])}
     absent = roots - opaque or roots
-    default = circle[0] if circle else next(iter(waits.of.values()))
-    first = next((wait for wait in waits.of.values() if absent & wait.absent), default)
-    waiting = {wait.rank for wait in waits.of.values()} - absent
-    same = [wait for wait in waits.of.values() if wait.key == first.key]
+    default = circle[0] if circle else next(iter(of.values()))
+    first = next((wait for wait in of.values() if absent & wait.absent), default)
+    waiting = {wait.rank for wait in of.values()} - absent
+    same = [wait for wait in of.values() if wait.key == first.key]
     here = {wait.rank for wait in same}
     seconds = max((wait.operation.seconds for wait in same if wait.operation.seconds), default=None)
     text = f"{listed(here)} {_do(here, 'waits')} in {first.place}"
