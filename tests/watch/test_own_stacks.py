@@ -362,3 +362,17 @@ def test_a_rank_in_another_call_is_not_taken_for_one_that_waits_for_its_handle()
     assert who("wait") == (2,)
     assert who("acquire") == (1,)
     assert who("sleep") == (1,)
+
+
+def test_a_wrapper_of_typing_is_no_place_of_the_program() -> None:
+    """As torch's `all_gather_into_tensor` stands in a stack."""
+    packages = "/venv/lib/python3.13/site-packages"
+    calls = (
+        Frame("all_gather_single", f"{packages}/torch/distributed/distributed_c10d.py", 4394),
+        Frame("all_gather_into_tensor", f"{packages}/torch/distributed/distributed_c10d.py", 4340),
+        Frame("wrapper", f"{packages}/typing_extensions.py", 3140),
+        Frame("wrapper", f"{packages}/torch/distributed/c10d_logger.py", 83),
+        Frame("gather", "/code/train.py", 7),
+    )
+    position = position_among((Stack("MainThread", calls, ROLL_CALL),))
+    assert (position.does, position.call) == ("waits", calls[-1])

@@ -29,6 +29,8 @@ _EXITS = re.compile(
 )
 _PYTHON = re.compile(
     r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|^<frozen |"
+    # It has the newest parts of `typing`: torch marks functions such as `all_gather_into_tensor` by them.
+    r"(?:^|/)typing_extensions\.py$|"
     # py-spy shortens file names of the standard library to those of the modules.
     r"^(?:threading|queue|socket|ssl|selectors|subprocess|asyncio/\w+|concurrent/futures/\w+|multiprocessing/\w+|"
     r"runpy|contextlib|functools|importlib/\w+|tempfile|shutil|fileinput|http/\w+|urllib/\w+|os|pathlib)\.py$"
