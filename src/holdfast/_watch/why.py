@@ -27,9 +27,11 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
     Args:
         absent: the ranks, as far as known, that others wait for and that are not waiting themselves.
     """
+    # What has happened to a rank for which no rank of a cycle waits does not explain the cycle.
+    awaited = absent or frozenset(rank for wait in waits.cycle() for rank in wait.absent)
     yield from _by_holdfast(evidence)
-    yield from _died(evidence, absent)
-    yield from _held(evidence, absent)
+    yield from _died(evidence, awaited)
+    yield from _held(evidence, awaited)
     yield from _fingerprints(evidence)
     yield from _sizes(evidence)
     yield from _mismatch(evidence, waits.table)
@@ -37,7 +39,7 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
     if not absent:
         yield from _cycle(waits)
     yield from _ended(evidence, absent)
-    if absent:
+    if awaited:
         # The ranks that others wait for may wait for a dead one in a way that nothing shows.
         yield from _died(evidence, frozenset())
 
