@@ -85,7 +85,6 @@ WRONG: dict[str, Any] = {
 SWITCHES: dict[str, Callable[[Path, Any], object]] = {
     "asynchronous": lambda at, value: holdfast.Checkpoints(at, asynchronous=value),
     "takeover": lambda at, value: holdfast.Checkpoints(at, takeover=value),
-    "force": lambda at, value: holdfast.Checkpoints(at, job=ALONE).save(1, STATE, force=value),
     "fallback": lambda at, value: holdfast.Checkpoints(at, job=ALONE).restore(dict(STATE), fallback=value),
     "overwrite": lambda at, value: holdfast.save(STATE, at / "s", overwrite=value, job=ALONE),
     "objects_may_differ": lambda at, value: holdfast.dcp.save(

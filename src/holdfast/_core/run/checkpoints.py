@@ -116,7 +116,7 @@ class Checkpoints(RunFolder):
         force: save even if the step is not due by `save_every`.
         timeout: seconds, in place of the job's timeout.
         """
-        check_switches(force=force)
+
         step = whole_step(step)
 
         # Called once a slot is free: the state is read then, and the deadline begins then.

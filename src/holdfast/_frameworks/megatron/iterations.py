@@ -73,7 +73,6 @@ class Checkpoints(RunFolder):
                 after=lambda: self._committed(iteration),
             )
 
-        check_switches(force=force)
         return self._save(make, iteration, force, timeout)
 
     @raising(of_megatron)
