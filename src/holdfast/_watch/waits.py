@@ -96,7 +96,8 @@ class Waits:
         # a roll call by itself, so that its flight record was read and may be empty.
         answered = {rank for rank, stack in evidence.shown().items() if stack.ident}
         told = (*evidence.operations(), *evidence.progress(), *evidence.endings())
-        counted = answered | {rank for rank, _ in told}
+        self.counted = answered | {rank for rank, _ in told}
+        self._held = {rank.rank for rank in evidence.ranks.values() if rank.state}
         self.table = table_of(evidence)
         for group, numbers in self.table.items():
             for number, ranks in numbers.items():
@@ -106,7 +107,7 @@ class Waits:
         for group, numbers in self.table.items():
             # If the members are unknown, use the ranks with operations in the group.
             seen_in_it = {rank for ranks in numbers.values() for rank in ranks}
-            members = set(evidence.members.get(group, seen_in_it)) & counted
+            members = set(evidence.members.get(group, seen_in_it)) & self.counted
             for number, ranks in sorted(numbers.items()):
                 self._note(group, number, ranks, members)
         self._opens = {
@@ -145,9 +146,11 @@ class Waits:
             if self._entered.get((group, rank), 0) < number and (group, rank) not in self._outdated
         )
         everyone = set(self._evidence.members.get(group, ())) or set(range(self._evidence.world_size or 0))
-        unheard = set(self._evidence.members.get(group, ())) - self._evidence.ranks.keys()
+        unheard = set(self._evidence.members.get(group, ())) - self.counted
         called = any(one.source == ROLL_CALL for one in pending.values())
-        if called and pending.keys() == everyone - unheard and 0 < 2 * len(unheard) < len(everyone):
+        # Of a rank that is known to be stopped, it makes no difference how many are.
+        few = 0 < 2 * len(unheard) < len(everyone) or unheard <= self._held
+        if called and unheard and pending.keys() == everyone - unheard and few:
             # All others are in it, and these have not answered: had they come, it would have completed.
             absent = frozenset(unheard)
         if pending and not absent and set(pending) == everyone and len(everyone) > 1:

@@ -60,8 +60,9 @@ def _by_counts(evidence: Evidence, waits: Waits) -> Iterator[Who]:
     text = f"{listed(here)} {_do(here, 'waits')} in {first.place}"
     text += f" for {seconds:.0f} s" if seconds else ""
     away = absent & first.absent
-    if away and away == absent - evidence.ranks.keys():
-        text += f"; all others have come to it, and {listed(away)} {_do(away, 'has')} not answered"
+    if away and away == absent - waits.counted:
+        text += "; " if first.operation.number == UNKNOWN else "; all others have come to it, and "
+        text += f"{listed(away)} {_do(away, 'has')} not answered"
     elif away:
         text += f"; {listed(away)} {_do(away, 'has')} not come to it"
     if others := absent - away:
