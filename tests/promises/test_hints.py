@@ -57,6 +57,7 @@ RAISED_BY: dict[str, list[Callable[..., Any]]] = {
     "_core/plan/agreement.py": [holdfast.save, holdfast.async_save, holdfast.Checkpoints.save],
     "_core/protocol/call.py": [holdfast.save, holdfast.load, dcp.save, dcp.load, huggingface.export],
     "_core/run/owner.py": [holdfast.Checkpoints],
+    "_core/run/preemption.py": [holdfast.Preemption],
     "_core/state/tensors.py": [holdfast.PerRank],
     "_core/store/retention.py": [
         holdfast.Checkpoints.save,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import holdfast
 from holdfast._core.roster.memory import MemoryRoster
+from holdfast.errors import BadInput
 
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -62,9 +64,26 @@ def test_a_long_flood_of_signals_stops_the_loop_and_nothing_else() -> None:
 
 def test_a_signal_that_can_not_be_watched_leaves_the_others_as_they_were() -> None:
     before = signal.getsignal(signal.SIGUSR2)
-    with pytest.raises((OSError, ValueError)):
-        holdfast.Preemption(signals=(signal.SIGUSR2, signal.SIGKILL), job=holdfast.Job(roster=MemoryRoster()))
-    assert signal.getsignal(signal.SIGUSR2) is before
+    job = holdfast.Job(roster=MemoryRoster())
+    for odd in (signal.SIGKILL, "SIGTERM", 999):
+        with pytest.raises(BadInput, match=r"^signals: .* can't be handled: "):
+            holdfast.Preemption(signals=(signal.SIGUSR2, odd), job=job)  # type: ignore[arg-type]
+        assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_a_budget_and_signals_of_the_wrong_type_are_one_sentence() -> None:
+    job = holdfast.Job(roster=MemoryRoster())
+    for budget in (0, "60", None):
+        with pytest.raises(BadInput, match=r"^budget must be a positive, finite number of seconds"):
+            holdfast.Preemption(budget=budget, job=job)  # type: ignore[arg-type]
+    for signals in (signal.SIGTERM, "SIGTERM"):
+        with pytest.raises(BadInput, match=r"^signals must be a list such as"):
+            holdfast.Preemption(signals=signals, job=job)  # type: ignore[arg-type]
+
+
+def test_on_another_thread_the_error_says_what_to_give() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(BadInput, match=r"main thread.*give signals=\(\)"):
+        pool.submit(holdfast.Preemption, job=holdfast.Job(roster=MemoryRoster())).result()
 
 
 def test_a_handler_that_python_did_not_install_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ from types import FrameType
 from typing import Self
 from weakref import WeakKeyDictionary
 
-from holdfast._core.base.deadline import REAL_CLOCK, Deadline
+from holdfast._core.base.deadline import REAL_CLOCK, Deadline, check_seconds
 from holdfast._core.base.threads import start_thread
+from holdfast._core.base.values import given, told
 from holdfast._core.format.digest import digest, hex_digest
 from holdfast._core.protocol.call import begin_call, find_participants, find_roster
 from holdfast._core.protocol.consensus import StepConsensus
@@ -24,7 +25,7 @@ from holdfast._core.protocol.job import Job, job_of
 from holdfast._core.protocol.messages import StopAsked, from_roster, to_message
 from holdfast._core.protocol.rendezvous import life_of
 from holdfast._core.roster.base import Roster, is_foreign
-from holdfast.errors import RosterLost
+from holdfast.errors import BadInput, RosterLost
 
 log = logging.getLogger("holdfast")
 LANE = "preemption"
@@ -61,7 +62,9 @@ class Preemption:
         signals: Iterable[int] = (signal.SIGTERM,),
         job: Job | None = None,
     ) -> None:
-        job = job_of(job)
+        job, budget = job_of(job), check_seconds("budget", budget)
+        if not isinstance(signals, Iterable) or isinstance(signals, str | bytes):
+            raise BadInput(f"signals must be a list such as (signal.SIGTERM,), not {given(signals)}.")
         self._roster = find_roster(job).lane(LANE)
         who = find_participants(self._roster, job.ranks())
         self._budget = budget
@@ -83,11 +86,22 @@ class Preemption:
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         try:
             for number in signals:
-                self._before[number] = signal.signal(number, self._on_signal)
+                self._before[number] = self._handle(number)
             self._thread = start_thread(self._watch, "holdfast-preemption", self._roster.rank)
         except BaseException:
             self._restore_handlers()
             raise
+
+    def _handle(self, number: int) -> Callable[[int, FrameType | None], object] | int | None:
+        """Take over a signal, and return its handler before."""
+        try:
+            return signal.signal(number, self._on_signal)
+        except (OSError, TypeError, ValueError) as error:
+            raise BadInput(
+                f"signals: {given(number)} can't be handled: {told(error)}",
+                hint="Give numbers, such as signal.SIGTERM, on the main thread; elsewhere give signals=() "
+                "and call request().",
+            ) from None
 
     def should_stop(self) -> bool:
         """Return whether all ranks stop at this step. Call it once a step, on every participant."""
