@@ -17,6 +17,7 @@ from holdfast._core.base.values import Json, amount
 from holdfast._core.format import objects
 from holdfast._core.format.columns import Array, tied_rows
 from holdfast._core.format.limits import bounded_memory
+from holdfast._core.io.missing_files import reading
 from holdfast._core.io.open_checkpoint import open_source
 from holdfast._core.io.renamed import Rename, Renamed, check_rename
 from holdfast._core.io.source import Source
@@ -30,7 +31,6 @@ from holdfast._core.layout.tensor import (
     nearest,
 )
 from holdfast._core.loading.boxes import Wanted, fill_boxes, read_boxes
-from holdfast._core.loading.version import reading
 from holdfast._core.state.from_names import with_extra_states
 from holdfast._core.state.live import State
 from holdfast._core.state.memory import torch_dtype

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from holdfast._core.io.missing_files import file_missing, is_still_there
 from holdfast._core.io.open_checkpoint import open_source
 from holdfast._core.io.source import Source
 from holdfast._core.protocol.messages import Chosen
 from holdfast._core.protocol.operation import Operation
 from holdfast._core.store.base import VISIBLE_WITHIN, NotFound, Store
-from holdfast._core.store.pins import NOT_PINNED, Pin
-from holdfast.errors import CorruptCheckpoint, HoldfastError, NotCommitted, Replaced
+from holdfast._core.store.pins import Pin
+from holdfast.errors import NotCommitted, Replaced
 
 
 class Version:
@@ -80,37 +81,3 @@ class Version:
             f"{self._store.url} was replaced or removed while rank {self._operation.context.rank} loaded it.",
             hint="Load again.",
         )
-
-
-@contextmanager
-def reading(store: Store, identity: str, pin: Pin | None = None) -> Iterator[None]:
-    """While a version is read on this process alone: tell a missing file, which is damage, from a checkpoint
-    that was removed or replaced, and raise the matching error."""
-    try:
-        yield
-    except NotFound as error:
-        if is_still_there(store, identity):
-            raise file_missing(store, error) from None
-        unpinned = "" if pin is None or pin.holds else f"{NOT_PINNED} "
-        raise Replaced(
-            f"{store.url} was removed or replaced while it was read.",
-            hint=unpinned + "Open it again, or a newer step.",
-        ) from None
-
-
-def is_still_there(store: Store, identity: str) -> bool:
-    """Return whether a folder has the version with this identity."""
-    try:
-        with open_source(store) as source:
-            return source.identity == identity
-    except HoldfastError:
-        # Gone or unreadable: in both cases it is not that version.
-        return False
-
-
-def file_missing(store: Store, error: NotFound) -> CorruptCheckpoint:
-    """Return the error for a version that is still there, and lacks a file."""
-    return CorruptCheckpoint(
-        f"A data file of {store.url} is missing: {error.message}",
-        hint=error.hint or "Load an older step, or another copy of this one.",
-    )

@@ -40,12 +40,12 @@ from holdfast._core.format.tensor_archive import ChunkLocation
 from holdfast._core.format.torch_dist import only_one
 from holdfast._core.format.torch_objects import allowing
 from holdfast._core.io.index_file import open_index
+from holdfast._core.io.missing_files import reading
 from holdfast._core.io.open_checkpoint import TorchDist, open_source
 from holdfast._core.io.small_files import read_file
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import OBJECT, TensorSpec, dtype_code
 from holdfast._core.loading.boxes import Wanted, read_boxes
-from holdfast._core.loading.version import reading
 from holdfast._core.protocol.call import begin_call
 from holdfast._core.protocol.job import Job
 from holdfast._core.saving.job import SaveReport

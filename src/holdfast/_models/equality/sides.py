@@ -19,13 +19,13 @@ from holdfast._core.format.columns import Columns
 from holdfast._core.format.fingerprint import text_of
 from holdfast._core.format.index import Index
 from holdfast._core.format.names import is_weight
+from holdfast._core.io.missing_files import reading
 from holdfast._core.io.open_checkpoint import open_source
 from holdfast._core.io.slice import Slice
 from holdfast._core.io.source import Source
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import CODE_OF, DTYPES, OBJECT, TENSOR, TensorSpec
 from holdfast._core.loading.boxes import Wanted, read_boxes
-from holdfast._core.loading.version import reading
 from holdfast._core.ready import ready
 from holdfast._core.store.base import Folder, Store
 from holdfast._core.store.local import open_store

@@ -14,13 +14,13 @@ from holdfast._core.base.values import amount
 from holdfast._core.existing.target import checkpoint_at
 from holdfast._core.format.container import encode_header
 from holdfast._core.format.names import is_weight
+from holdfast._core.io.missing_files import reading
 from holdfast._core.io.open_checkpoint import open_source
 from holdfast._core.io.raw_read import slabs
 from holdfast._core.io.small_files import read_file
 from holdfast._core.layout.box import whole
 from holdfast._core.layout.tensor import DTYPES, TENSOR, TensorSpec, counted, listed
 from holdfast._core.loading.boxes import Wanted, read_boxes
-from holdfast._core.loading.version import reading
 from holdfast._core.store.base import Folder, storage_errors
 from holdfast._core.store.filesystem import make_durably
 from holdfast._core.store.local import open_local, open_store

@@ -24,11 +24,11 @@ from holdfast._core.base.values import Message, ReportProgress, check_switches
 from holdfast._core.format.index import Index
 from holdfast._core.io.host_memory import ScratchBuffer, batches
 from holdfast._core.io.index_file import open_index
+from holdfast._core.io.missing_files import reading
 from holdfast._core.io.on_threads import on_threads
 from holdfast._core.layout.box import cut, whole
 from holdfast._core.layout.tensor import CODE_OF, DTYPES
 from holdfast._core.loading.alike import hold_the_same
-from holdfast._core.loading.version import reading
 from holdfast._core.protocol.call import Call, begin_call
 from holdfast._core.protocol.job import Job, job_of
 from holdfast._core.protocol.operation import read_state

@@ -26,12 +26,12 @@ from holdfast._core.format.names import CONFIG, DATA, SLICE, data_file, is_fetch
 from holdfast._core.format.slice import ABOUT, PUBLISHED, SliceOrigin, read_origin
 from holdfast._core.io.file_writer import WriteRequest, write_files
 from holdfast._core.io.host_memory import HostMemory, ScratchBuffer, batches
+from holdfast._core.io.missing_files import reading
 from holdfast._core.io.open_checkpoint import open_source
 from holdfast._core.io.raw_read import fill_rows
 from holdfast._core.io.source import Source
 from holdfast._core.layout.box import Box, cut
 from holdfast._core.layout.tensor import TensorSpec
-from holdfast._core.loading.version import reading
 from holdfast._core.plan.merge import Merger
 from holdfast._core.plan.save import plan_save
 from holdfast._core.plan.shard_table import ShardTable
