@@ -303,9 +303,10 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
     if error.rank is None and not error.missing and not judging:
         error.rank = context.rank
     if not error.missing and not error.phase:
-        # Also what is said of other ranks names the call: an asynchronous save's is raised by a later one.
-        there = context.there if error.rank == context.rank else ""
-        if error.rank == context.rank or context.title not in error.message:
+        # Of a save also what is said of other ranks: an asynchronous one's is raised by a later call.
+        is_mine, of_save = error.rank == context.rank, context.phase in ("assigning", "committing")
+        if is_mine or (of_save and context.title not in error.message):
+            there = context.there if is_mine else ""
             error.message = f"{context.title} failed{there} in phase {context.phase!r}: {error.message}"
     error.step = context.step if error.step is None else error.step
     error.phase = error.phase or context.phase
