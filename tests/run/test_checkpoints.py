@@ -273,7 +273,7 @@ def test_a_restore_passes_over_steps_of_some_names(tmp_path: Path, caplog: pytes
         damage(tmp_path / "step-00000001")
         with pytest.raises(
             CorruptCheckpoint,
-            match=r"All steps that were saved whole in .* are damaged: \[1, 3\]\. Saved with include= or "
+            match=r"No committed step in .* can be restored\. Damaged: \[1, 3\]\. Saved with include= or "
             r"exclude=, and without names of the state: \[2, 4, 5\]\.",
         ):
             run.restore(state())

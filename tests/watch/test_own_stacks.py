@@ -341,6 +341,34 @@ def test_a_call_in_c_is_known_by_its_name() -> None:
         os.close(end)
 
 
+WITHOUT_COLUMNS = """
+import threading, time
+from types import SimpleNamespace
+from holdfast._watch.own_stacks import stacks_here
+
+lock, limits = threading.Lock(), SimpleNamespace(seconds=60.0)
+lock.acquire()
+
+def waits():
+    lock.acquire(timeout=limits.seconds)
+
+threading.Thread(target=waits, name="waits", daemon=True).start()
+ends = time.monotonic() + 30
+while time.monotonic() < ends:
+    told = {stack.thread: stack for stack in stacks_here()}
+    if "waits" in told and told["waits"].calls[0].function == "waits":
+        break
+print(told["waits"].calls[0].function, repr(told["waits"].names.get("calls", "")))
+"""
+
+
+def test_no_method_is_told_of_code_without_columns() -> None:
+    """There the call and the loads of its arguments can't be told apart: it would be `seconds`."""
+    command = [sys.executable, "-X", "no_debug_ranges", "-c", WITHOUT_COLUMNS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "waits ''\n", ended.stderr
+
+
 def test_a_rank_in_another_call_is_not_taken_for_one_that_waits_for_its_handle() -> None:
     """Rank 0 waits for rank 1, which has a handle for which rank 2 is missing."""
     train, metrics = issued("2:train", 3), issued("1:metrics", 3)

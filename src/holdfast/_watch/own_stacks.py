@@ -89,16 +89,19 @@ def _stack(thread: str, ident: int, frame: FrameType | None) -> Stack:
 
 
 def _called(frame: FrameType) -> str:
-    """Return the method that a frame is calling, such as `wait` of a handle, or "" if it is none: in C
-    it has no frame of its own."""
+    """Return the method that a frame is calling, such as `wait` of a handle: in C it has no frame of its own.
+    "" if it is none, or if the code has no columns (`-X no_debug_ranges`)."""
     at, name = frame.f_lasti, ""
     steps = list(dis.get_instructions(frame.f_code))
     now = next((step for step in steps if step.offset == at), None)
     if now is None or not now.opname.startswith(("CALL", "PRECALL")):  # Python 3.11 has both
         return "__enter__" if now is not None and now.opname == "BEFORE_WITH" else ""
+    if now.positions is None or now.positions.col_offset is None:
+        return ""
+    begins = now.positions[::2]
     for step in steps:
         # In `a.b(c.d)`, the call and the loads of `a` and of `b` begin at one place.
-        begins_alike = step.positions is not None and step.positions[::2] == (now.positions or ())[::2]
+        begins_alike = step.positions is not None and step.positions[::2] == begins
         if step.offset < at and begins_alike and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             name = str(step.argval)
     return name

@@ -135,7 +135,10 @@ def all_passed_over(run: Store, rejected: Mapping[int, HoldfastError]) -> Holdfa
     damaged = sorted(step for step, error in rejected.items() if isinstance(error, CorruptCheckpoint))
     if not damaged:
         return next(iter(rejected.values()))
-    rest = sorted(rejected.keys() - set(damaged))
-    lacking = f" Saved with include= or exclude=, and without names of the state: {rest}." if rest else ""
-    which = "All committed steps" if not rest else "All steps that were saved whole"
-    return CorruptCheckpoint(f"{which} in {run.url} are damaged: {damaged}.{lacking}")
+    lacking = sorted(rejected.keys() - set(damaged))
+    if not lacking:
+        return CorruptCheckpoint(f"All committed steps in {run.url} are damaged: {damaged}.")
+    return CorruptCheckpoint(
+        f"No committed step in {run.url} can be restored. Damaged: {damaged}. Saved with include= or "
+        f"exclude=, and without names of the state: {lacking}."
+    )
