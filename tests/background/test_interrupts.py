@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.groups.session.launch import Forks
+from tests.support.wide import wide
 
 HEAD = """
 import os, signal, sys, torch, holdfast
@@ -73,8 +74,9 @@ def forks() -> Iterator[Forks]:
 @pytest.mark.parametrize(
     ("program", "kind"),
     [
-        *((INTERRUPTED, kind) for kind in ("unmapped", "start", "has_staged", "_attempt")),
-        *((FORKED, kind) for kind in ("leaves", "closes", "saves")),
+        *((INTERRUPTED, kind) for kind in ("unmapped", "_attempt")),
+        *((FORKED, kind) for kind in ("leaves", "saves")),
+        *wide([(INTERRUPTED, "start"), (INTERRUPTED, "has_staged"), (FORKED, "closes")]),
     ],
 )
 def test_the_program_goes_on(program: str, kind: str, forks: Forks, tmp_path: Path) -> None:

@@ -58,10 +58,11 @@ def forks() -> Iterator[Forks]:
             1 << 20,
             ("SaveFailed", "The copy of the state", "(4 MiB of", "size of a file", "1 MiB", "ulimit -f"),
         ),
-        (
+        pytest.param(
             "AS",
             3 << 20,
             ("SaveFailed", "The copy of the state", "Cannot allocate", "address space", "ulimit -v"),
+            marks=pytest.mark.wide,
         ),
         pytest.param("NPROC", 1, ("NotStarted", "could not be started", "ulimit -u")),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import threading
 import time
 import weakref
@@ -91,16 +92,22 @@ def test_a_save_holds_nothing_once_its_result_is_there() -> None:
     assert held == [None]
 
 
-@pytest.mark.parametrize("way", ["staged", "committed", "durable", "result", "exception", "wait"])
-@pytest.mark.parametrize("timeout", ["3", True, float("nan"), float("inf")])
-def test_a_wait_that_is_no_number_of_seconds_is_refused(way: str, timeout: Any, tmp_path: Path) -> None:
+def test_a_wait_that_is_no_number_of_seconds_is_refused(tmp_path: Path) -> None:
     with holdfast.Checkpoints(tmp_path, job=holdfast.Job(no_dist=True)) as run:
         pending = run.save(1, {"w": torch.ones(3)})
         assert pending is not None
-        with pytest.raises(BadInput, match=r"timeout must be a finite number of seconds, or None, not"):
-            getattr(pending, way)(timeout)
-        with pytest.raises(BadInput, match=r"timeout must be a finite number of seconds, or None, not"):
-            run.close(timeout)
+        ways = (
+            pending.staged,
+            pending.committed,
+            pending.durable,
+            pending.result,
+            pending.exception,
+            pending.wait,
+        )
+        timeouts: list[Any] = ["3", True, float("nan"), float("inf")]
+        for wait, timeout in itertools.product((*ways, run.close), timeouts):
+            with pytest.raises(BadInput, match=r"timeout must be a finite number of seconds, or None, not"):
+                wait(timeout)
         assert pending.committed(60).step == 1
 
 

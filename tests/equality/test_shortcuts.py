@@ -124,7 +124,7 @@ MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.sampled_from(2 * FLOATS + OTHERS),
     st.lists(st.sampled_from([0, 1, 2, 7, 64, 65, 300]), min_size=1, max_size=3),

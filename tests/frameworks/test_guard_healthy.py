@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -204,18 +202,16 @@ with holdfast.guarded("a save"):
 """
 
 
-def test_a_world_of_which_one_rank_is_there() -> None:
-    """As Megatron-LM makes one with `--fake-process-group`, and torchtitan, to measure memory."""
-    done = subprocess.run(
-        [sys.executable, "-c", FAKE], text=True, capture_output=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
     with Forks("tests.support.run_code") as made:
         yield made
+
+
+def test_a_world_of_which_one_rank_is_there(forks: Forks, tmp_path: Path) -> None:
+    """As Megatron-LM makes one with `--fake-process-group`, and torchtitan, to measure memory."""
+    ended = forks.run([FAKE], [0], 1, tmp_path / "terminal", 120.0)
+    assert ended.codes == [0], ended.said
 
 
 LAST = """

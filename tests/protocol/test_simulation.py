@@ -73,7 +73,7 @@ def explore_on_all_cores(count: int, first: int = 0, turn: bool = False, calls: 
     return sum((ends for _, ends in found), Counter())
 
 
-@schedules(400, 10_000)
+@schedules(250, 10_000)
 @pytest.mark.timeout(900)
 def test_invariants_hold(count: int) -> None:
     ends = explore_on_all_cores(count)
@@ -83,7 +83,7 @@ def test_invariants_hold(count: int) -> None:
     assert ends["unconfirmed"] > count // 50
 
 
-@schedules(120, 2_500)
+@schedules(80, 2_500)
 def test_invariants_of_a_turn_hold(count: int) -> None:
     ends = explore_on_all_cores(count, turn=True)
     assert ends["committed"] > count // 10

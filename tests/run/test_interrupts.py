@@ -18,6 +18,7 @@ import holdfast
 from holdfast._core.roster.memory import MemoryRoster
 from holdfast.errors import HoldfastError
 from tests.support.threads import on_ranks
+from tests.support.wide import wide
 
 HERE = str(Path(holdfast.__file__).parent)
 RANKS, STEPS, AT = 3, 6, 2
@@ -95,7 +96,11 @@ def steps_of(run: Path) -> list[int]:
 @pytest.mark.parametrize("points", [2, pytest.param(60, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize(
     ("kind", "victim", "in_flight"),
-    [(KeyboardInterrupt, 0, 1), (KeyboardInterrupt, 1, 2), (MemoryError, 1, 1), (MemoryError, 0, 2)],
+    [
+        (KeyboardInterrupt, 0, 1),
+        (MemoryError, 0, 2),
+        *wide([(KeyboardInterrupt, 1, 2), (MemoryError, 1, 1)]),
+    ],
 )
 def test_after_an_interrupt_at_any_point_the_ranks_meet_again(
     kind: type[BaseException], victim: int, in_flight: int, points: int, tmp_path: Path

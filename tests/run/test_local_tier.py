@@ -27,6 +27,7 @@ from holdfast.errors import BadInput, DeadlineExceeded
 from tests.run import tier_jobs as jobs
 from tests.support.mounts import remount, tmpfs
 from tests.support.processes import ProcessWorld
+from tests.support.wide import wide
 
 ALONE = holdfast.Job(no_dist=True)
 
@@ -603,7 +604,7 @@ def test_a_folder_that_can_not_be_used_is_done_without(pairs: Cluster) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
-@pytest.mark.parametrize("how", ["read-only", "full"])
+@pytest.mark.parametrize("how", wide(["read-only", "full"], suite=["full"]))
 def test_a_folder_that_can_only_be_read_is_restored_from(pairs: Cluster, how: str) -> None:
     """One that is mounted read-only, or has no byte left."""
     pairs.save(1)

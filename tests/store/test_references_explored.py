@@ -22,6 +22,7 @@ from tests.support.explored_references import (
     remover,
     saver,
 )
+from tests.support.wide import wide
 
 FIRST = reference(FOLDERS[0], DATA[0])
 """The data of step 1."""
@@ -117,7 +118,10 @@ WORLDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WORLDS)
+LARGE = ("a save and two removers", "a save and removers of both steps before", "a save, and two who go on")
+
+
+@pytest.mark.parametrize("name", wide(WORLDS, suite=WORLDS.keys() - set(LARGE)))
 def test_no_committed_step_loses_what_it_refers_to(name: str) -> None:
     found = explore(References(**WORLDS[name]))
     assert not found.wrong, found.wrong

@@ -15,6 +15,7 @@ import holdfast
 from holdfast._core.protocol.job import Job
 from tests.support.crash import cut_power, die_before, mount_ext4, unmount_ext4
 from tests.support.processes import ProcessWorld
+from tests.support.wide import wide
 from tests.system.checks import errors_of
 from tests.system.jobs import load_job, save_job
 
@@ -65,7 +66,11 @@ def test_killed_at_every_call_of_an_overwrite(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [number if number % 4 == 1 else pytest.param(number, marks=pytest.mark.soak) for number in range(1, 18)],
+    [
+        *(1, 9, 17),
+        *wide([5, 13]),
+        *(pytest.param(number, marks=pytest.mark.soak) for number in range(1, 18) if number % 4 != 1),
+    ],
 )
 def test_committer_killed_in_an_overwrite(
     world: ProcessWorld, mortal: ProcessWorld, tmp_path: Path, number: int

@@ -92,7 +92,7 @@ def needs_of(view: View, specs: dict[str, TensorSpec], grid: Grid) -> list[Needs
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("family", wide(FAMILIES, suite=FAMILIES[::4]))
+@pytest.mark.parametrize("family", wide(FAMILIES, suite=FAMILIES[::8]))
 def test_all_ranks_together_need_all_that_is_published(family: str, grid: Grid) -> None:
     view = view_of({**CONFIG, "model_type": family}, "config.json")
     specs = specs_of(view)

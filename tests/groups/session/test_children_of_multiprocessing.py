@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast._frameworks.session import Session
+from tests.support.wide import wide
 
 FAIL = ("raises", "exits with 3")
 LONG = 60
@@ -54,7 +55,7 @@ def launch(how: str, folder: str) -> list[int | None]:
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param("exits with 0", marks=pytest.mark.wide), "raises", "returns", "exits with 3"],
+    ["raises", "returns", *wide(["exits with 0", "exits with 3"])],
 )
 def test_one_that_ends_well_ends_nobody_and_its_last_save_is_committed(how: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", __name__, how, str(tmp_path)]
