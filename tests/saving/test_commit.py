@@ -237,6 +237,7 @@ class Counted(MemoryStore):
         self.opened: Counter[str] = Counter()
         self.reads: Counter[str] = Counter()
         self.threads: set[int] = set()
+        self.together = threading.Barrier(5)
 
     def open(self, path: str) -> Any:
         reader = super().open(path)
@@ -244,6 +245,8 @@ class Counted(MemoryStore):
             return reader
         self.opened[path] += 1
         self.threads.add(threading.get_ident())
+        if self.seconds and len(self.opened) > self.opened[path] == 1:
+            self.together.wait(60)  # all after the first are under way at once
         time.sleep(self.seconds)
         real = reader.read
 
