@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
+from typing import NamedTuple
 
 import msgspec
 
@@ -193,19 +194,45 @@ def _record(record: object, to: Collector, name: str, rank: int | None) -> None:
         raise BadInput(f"{name} is no flight record: {type(error).__name__}: {error}.") from None
 
 
+class Groups(NamedTuple):
+    """The groups of a flight record."""
+
+    names: dict[str, str]
+    """By their numbers in the record."""
+    counted: dict[str, dict[int, int]]
+    """Over gloo, the status of a group counts messages, too: the number of each collective by that count."""
+
+    @property
+    def have_messages(self) -> bool:
+        return any(count != number for known in self.counted.values() for count, number in known.items())
+
+
+def groups_of(record: Message) -> Groups:
+    """Read which groups a flight record has."""
+    found = Groups({}, {})
+    for entry in record.get("entries", ()):
+        name, description = (str(part) for part in entry["process_group"][:2])
+        key = str(entry.get("pg_id"))
+        found.names[key] = found.names[name] = group_name(name, description)
+        if str(entry.get("profiling_name")).startswith("gloo:") and entry.get("op_id"):
+            known = found.counted.setdefault(key, {})
+            known[int(entry["op_id"])] = int(entry["collective_seq_id"])
+    return found
+
+
 def operations_of(
     record: Message, to: Collector, source: SourceLine, rank: int, now: float | None = None
-) -> dict[str, str]:
+) -> Groups:
     """Read the entries of a flight record: pending operations, and the last completed one of each group.
-    Return the names of the groups by their numbers in the record.
+    Return the groups.
 
     now: the current Unix time, if the record was read just now.
     """
     last: dict[str, GroupOperation] = {}
-    groups: dict[str, str] = {}
+    found = groups_of(record)
+    groups = found.names
     for entry in record.get("entries", ()):
-        name, description = (str(part) for part in entry["process_group"][:2])
-        groups[str(entry.get("pg_id"))] = groups[name] = group = group_name(name, description)
+        group = groups[str(entry["process_group"][0])]
         operation = _operation(entry, group, source, now)
         if operation.is_pending:
             to.note_operation(rank, operation)
@@ -219,17 +246,28 @@ def operations_of(
             to.note_members(groups.get(key, key), members)
             if config.get("desc") == "default_pg":
                 to.note_world(len(members))
-    for progress in progress_of(record, groups, source):
+    for progress in progress_of(record, found, source):
         to.note_progress(rank, progress)
-    return groups
+    return found
 
 
-def progress_of(record: Message, groups: Mapping[str, str], source: SourceLine) -> Iterator[GroupProgress]:
-    """Yield the progress of each group. groups: their names by number in the record."""
+def progress_of(record: Message, groups: Groups, source: SourceLine) -> Iterator[GroupProgress]:
+    """Yield the progress of each group."""
     for key, status in (record.get("pg_status") or {}).items():
         enqueued, done = (int(status.get(f"last_{of}_collective", -1)) for of in ("enqueued", "completed"))
         if enqueued >= 0:
-            yield GroupProgress(groups.get(key, key), enqueued, done, source)
+            known = groups.counted.get(key, {})
+            enqueued, done = _number(enqueued, known), _number(done, known)
+            yield GroupProgress(groups.names.get(key, key), enqueued, done, source)
+
+
+def _number(count: int, known: Mapping[int, int]) -> int:
+    """Return the number of the last collective of a group by the count of its status, with the messages."""
+    before = [at for at in known if at <= count]
+    if not known or before:
+        return known[max(before)] if before else count
+    # Its entry has left the record, so that it is at most the one before the first that is there.
+    return min(count, known[min(known)] - 1)
 
 
 def _operation(entry: Message, group: str, source: SourceLine, now: float | None) -> GroupOperation:

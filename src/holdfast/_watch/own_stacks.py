@@ -22,7 +22,7 @@ from holdfast._core.roster.beacon import Presence
 from holdfast._core.roster.process import activity, memory_stall
 from holdfast._core.torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
-from holdfast._watch.dumps import MOST_CALLS, operations_of, progress_of
+from holdfast._watch.dumps import MOST_CALLS, Groups, groups_of, operations_of, progress_of
 from holdfast._watch.evidence import (
     AT_EXIT,
     OPERATION,
@@ -173,7 +173,7 @@ class OwnEvidence:
     """The evidence about this rank: a first sample and, some seconds later, a second one."""
 
     def __init__(self, rank: int, presences: list[Presence]) -> None:
-        collector, self._groups = Collector(), list[dict[str, str]]()
+        collector, self._groups = Collector(), list[Groups]()
         self._at = time.time()
         for record in flight_records(entries=True):
             self._groups.append(operations_of(record, collector, ROLL_CALL, rank, self._at))
@@ -198,10 +198,12 @@ class OwnEvidence:
         later: the stacks of the second sample.
         """
         passed = time.time() - self._at
+        # Collectives since then have their numbers in the entries, which take longer to read.
+        by_entries = any(groups.have_messages for groups in self._groups)
         progress = {
             one.group: one
-            for record, groups in zip(flight_records(), self._groups, strict=False)
-            for one in progress_of(record, groups, ROLL_CALL)
+            for record, groups in zip(flight_records(entries=by_entries), self._groups, strict=False)
+            for one in progress_of(record, groups_of(record) if by_entries else groups, ROLL_CALL)
         }
         waits = {(one.group, one.number) for one in map(_operation, presences) if one is not None}
 
