@@ -375,8 +375,12 @@ def flight_records(entries: bool = False) -> list[FlightRecord]:
     return records
 
 
+def _c10d() -> object:
+    return getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
+
+
 def _dumps(entries: bool) -> Iterator[tuple[str, FlightRecord]]:
-    c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
+    c10d = _c10d()
     # For its entries the recorder asks CUDA about events, and a graph that another thread captures meanwhile
     # fails by that (pytorch 104487); the events may also be freed meanwhile.
     entries = entries and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -390,6 +394,17 @@ def _dumps(entries: bool) -> Iterator[tuple[str, FlightRecord]]:
             except (ValueError, RuntimeError):
                 continue
             yield name, record
+
+
+def operation_of(work: object) -> str:
+    """Return torch's name of the operation that a handle is of, such as `ALLREDUCE`; "" if unknown."""
+    ask, known = getattr(work, "_get_op_type", None), getattr(_c10d(), "OpType", None)
+    if ask is None or known is None:
+        return ""
+    with suppress(RuntimeError, ValueError):
+        name = str(known(ask()).name)
+        return "" if name == "UNKNOWN" else name
+    return ""
 
 
 def is_eager() -> bool:

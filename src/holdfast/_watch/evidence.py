@@ -70,7 +70,9 @@ class Stack(msgspec.Struct, frozen=True):
     """Known arguments: `group_name` and `members` of a group being opened; the group that a function of
     torch.distributed is `in`, as records name it; and `peer`, the peer of a `recv` or `send`, or the source
     of a broadcast. Of a `recv` or `send` also its `tag`, the group that it is `of`, and the number of the
-    `message` in its process. Of a line of the program, the method that it `calls`."""
+    `message` in its process. Of a line of the program, the method that it `calls`, and `on` what, if known: a
+    `handle` of torch, a `store`, or `other`; of a handle, the operation (`handle`) and a number (`message`);
+    of a `sleep`, what the loop around it `polls`. The ident of the thread that it `joins`."""
     ident: str = ""
     """The thread's ID, as in the flight record of its process."""
 

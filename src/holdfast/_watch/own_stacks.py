@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dis
 import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from itertools import count
 from types import FrameType
 
 import msgspec
@@ -37,15 +34,14 @@ from holdfast._watch.evidence import (
 )
 from holdfast._watch.log_lines import CONSEQUENCE
 from holdfast._watch.names import group_name
+from holdfast._watch.own_calls import calls_of, number_of, variables
+from holdfast._watch.own_threads import runs, with_joined
 from holdfast._watch.shared_call import is_own
 
 _OPENS = "_new_process_group_helper"
 """torch's function that creates a process group."""
 _OF_A_PEER = {"send", "recv", "broadcast"}
 """torch's functions that wait for one rank."""
-_messages: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-"""Numbers of the messages that were seen: torch has none, and a loop is at one line in each of them."""
-_numbers = count(1)
 
 
 def stacks_here() -> tuple[Stack, ...]:
@@ -53,11 +49,12 @@ def stacks_here() -> tuple[Stack, ...]:
     frames = sys._current_frames()
     main = threading.main_thread()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
-    return tuple(
-        _stack("MainThread" if thread is main else thread.name, thread.ident, frames[thread.ident])
+    ours = [
+        ("MainThread" if thread is main else thread.name, thread.ident, frames[thread.ident])
         for thread in threads
         if thread.ident in frames and (not thread.name.startswith("holdfast-") or thread.name == OPERATION)
-    )
+    ]
+    return with_joined([_stack(*one) for one in ours], [frame for _, _, frame in ours])
 
 
 def activity_here() -> tuple[float, float, float]:
@@ -71,7 +68,7 @@ def activity_here() -> tuple[float, float, float]:
     return 0.0, 0.0, 0.0
 
 
-def _stack(thread: str, ident: int, frame: FrameType | None) -> Stack:
+def _stack(thread: str, ident: int | None, frame: FrameType | None) -> Stack:
     # Read all line numbers first: the thread may be running.
     read: list[tuple[FrameType, int | None]] = []
     while frame is not None and len(read) < MOST_CALLS:
@@ -83,28 +80,11 @@ def _stack(thread: str, ident: int, frame: FrameType | None) -> Stack:
     if has_ended and calls[-1].function != "_shutdown":
         calls += (AT_EXIT,)
     names = _names(frame for frame, _ in read)
-    if not is_of_a_library(calls[0]) and (called := _called(read[0][0])):
-        names["calls"] = called
+    if not is_of_a_library(calls[0]):
+        names |= calls_of([one for one, _ in read])
+    else:
+        names |= runs(read[0][0])
     return Stack(thread, calls, ROLL_CALL, names, str(ident))
-
-
-def _called(frame: FrameType) -> str:
-    """Return the method that a frame is calling, such as `wait` of a handle: in C it has no frame of its own.
-    "" if it is none, or if the code has no columns (`-X no_debug_ranges`)."""
-    at, name = frame.f_lasti, ""
-    steps = list(dis.get_instructions(frame.f_code))
-    now = next((step for step in steps if step.offset == at), None)
-    if now is None or not now.opname.startswith(("CALL", "PRECALL")):  # Python 3.11 has both
-        return "__enter__" if now is not None and now.opname == "BEFORE_WITH" else ""
-    if now.positions is None or now.positions.col_offset is None:
-        return ""
-    begins = now.positions[::2]
-    for step in steps:
-        # In `a.b(c.d)`, the call and the loads of `a` and of `b` begin at one place.
-        begins_alike = step.positions is not None and step.positions[::2] == begins
-        if step.offset < at and begins_alike and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            name = str(step.argval)
-    return name
 
 
 def _names(frames: Iterable[FrameType]) -> dict[str, str]:
@@ -113,12 +93,12 @@ def _names(frames: Iterable[FrameType]) -> dict[str, str]:
     for frame in frames:
         code = frame.f_code
         if code.co_name == _OPENS:
-            known = _variables(frame)
+            known = variables(frame)
             ranks = known.get("global_ranks_in_group")
             members = ",".join(map(str, ranks)) if isinstance(ranks, list) else ""
             return {"group_name": str(known.get("group_name")), "members": members}
         if code.co_filename.endswith("distributed_c10d.py"):
-            known = _variables(frame)
+            known = variables(frame)
             if "group" in known:
                 return _group(known) | (_peer(known) if code.co_name in _OF_A_PEER else {})
     return {}
@@ -147,26 +127,7 @@ def _message(known: Mapping[str, object]) -> dict[str, str]:
     group = known.get("group") or dist.group.WORLD
     with suppress(RuntimeError):  # the group is destroyed
         found["of"] = str(getattr(group, "group_name", ""))
-    with suppress(TypeError):  # no weak reference to it
-        if work is not None:
-            found["message"] = str(_messages.get(work) or _messages.setdefault(work, next(_numbers)))
-    return found
-
-
-def _variables(frame: FrameType) -> Mapping[str, object]:
-    """Return the local variables of a frame in torch, without side effects.
-
-    Before Python 3.13, reading `f_locals` leaves a dict of all values in the frame until it returns: tensors
-    that it deletes would not be freed. A debugger writes variables back from the same dict.
-    """
-    if sys.version_info >= (3, 13):
-        return frame.f_locals
-    if frame.f_trace is not None:
-        return {}
-    kept = frame.f_locals
-    found = dict(kept)
-    kept.clear()
-    return found
+    return found | ({"message": number_of(work)} if work is not None else {})
 
 
 class OwnEvidence:

@@ -63,6 +63,8 @@ class Position(NamedTuple):
     @property
     def is_at_its_gpu(self) -> bool:
         """Does it wait for a CUDA stream? The operation that blocks the stream is not known."""
+        if waits_for_its_handle(self.stack):
+            return False
         return self.does == "waits" and not any("distributed" in call.file for call in self.stack.calls[:3])
 
     @property
@@ -72,9 +74,24 @@ class Position(NamedTuple):
         return _PYTHON.search(file) is not None or "ray/_private/" in file
 
 
+def waits_for_its_handle(stack: Stack) -> bool:
+    """Return whether a thread is known to be in `wait` of a handle of torch."""
+    return stack.names.get("on") == "handle" and stack.names.get("calls") == "wait"
+
+
+def may_wait_for_a_handle(stack: Stack) -> bool:
+    """Return whether a thread may be in `wait` of a handle, as far as its call is known, or sleeps in a loop
+    that ends with one."""
+    if stack.names.get("polls") == "handle":
+        return True
+    return stack.names.get("on", "handle") == "handle" and stack.names.get("calls", "wait") == "wait"
+
+
 def position_of(stack: Stack) -> Position:
     """Classify a stack."""
     calls = stack.calls
+    if waits_for_its_handle(stack):
+        return Position(stack, "waits")
     if any(_OPENING.match(call.function) for call in calls[:6] if "distributed" in call.file):
         return Position(stack, "opens")
     inner = [call for call in calls[:8] if _TORCH.search(call.file)]
@@ -104,9 +121,21 @@ def is_in_its_program(stack: Stack) -> bool:
     return begins and not has_ended(stack)
 
 
+def joined(stacks: tuple[Stack, ...], stack: Stack) -> Stack:
+    """Return the thread for which a thread waits by `join` or `result`, perhaps through others; itself, if
+    none is known."""
+    by_ident = {one.ident: one for one in stacks if one.ident}
+    for _ in stacks:
+        after = by_ident.get(stack.names.get("joins", ""))
+        if after is None or has_ended(stack):
+            break
+        stack = after
+    return stack
+
+
 def position_among(stacks: tuple[Stack, ...]) -> Position:
-    """Return the position of the main thread or, if that waits for another thread, of one that is
-    blocked."""
+    """Return the position of the main thread or, if that waits for another thread, of that one, or else of
+    one that is blocked."""
     positions = [position_of(stack) for stack in stacks]
     ours = [stack for stack in stacks if stack.thread == OPERATION]
     if ours and any(call.file.endswith("protocol/runner.py") for call in stacks[0].calls[:6]):
@@ -115,7 +144,12 @@ def position_among(stacks: tuple[Stack, ...]) -> Position:
         done = [inner for inner, outer in pairwise(calls) if outer.function == "_do"]
         works = any(_ROSTER.search(call.file) is None for call in done)
         return Position(ours[0], "is") if works else Position(stacks[0], "waits")
-    blocked = [one for one in positions[1:] if one.does in ("waits", "opens")]
+    if (end := joined(stacks, stacks[0])) is not stacks[0]:
+        return position_of(end)
+    # Which thread it waits for is not known. A handle may be one for which nobody waits.
+    blocked = [
+        one for one in positions[1:] if one.does in ("waits", "opens") and not waits_for_its_handle(one.stack)
+    ]
     return blocked[0] if blocked and positions[0].rests_in_python else positions[0]
 
 
@@ -181,6 +215,8 @@ _UNRECORDED = {"send", "recv", "monitored_barrier"}
 def may_wait_in(rank: Rank, one: Position, operation: GroupOperation) -> bool:
     """Return whether a blocked thread may wait in this operation. Others are pending as well, such as with
     `async_op=True`: it waits in the newest of the group of its function, if its own process has told that."""
+    if waits_for_its_handle(one.stack):
+        return one.stack.names.get("handle", operation.kind) == operation.kind
     if one.stack.ident and (one.does == "opens" or one.stack.calls[0].function in _UNRECORDED):
         return False
     group = one.stack.names.get("in")

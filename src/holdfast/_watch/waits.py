@@ -15,11 +15,14 @@ from holdfast._watch.evidence import ROLL_CALL, UNKNOWN, Evidence, GroupOperatio
 from holdfast._watch.names import OF_SOME, WAITS_FOR_ALL
 from holdfast._watch.positions import (
     is_held,
+    joined,
     may_be_at_its_gpu,
+    may_wait_for_a_handle,
     may_wait_in,
     position_among,
     position_of,
     rests_in_c,
+    waits_for_its_handle,
 )
 
 Table = dict[str, dict[int, dict[int, GroupOperation]]]
@@ -117,6 +120,7 @@ class Waits:
         }
         for rank in evidence.shown():
             self._note_unrecorded(evidence.ranks[rank])
+            self._note_joined(evidence.ranks[rank])
 
     def _find_outdated(self) -> Iterator[tuple[tuple[str, int], int]]:
         """Yield (group, rank), and a number: the rank answered a roll call from an operation of this number,
@@ -186,6 +190,14 @@ class Waits:
             operation = GroupOperation(group, UNKNOWN, name, "started", position.stack.source)
             self.of[thread] = Wait(thread, group, operation, frozenset(absent))
 
+    def _note_joined(self, seen: Rank) -> None:
+        """Add the waits of threads that wait for a thread that waits."""
+        for stack in seen.stacks:
+            thread, end = (seen.rank, _name(seen, stack)), joined(seen.stacks, stack)
+            wait = self.of.get((seen.rank, _name(seen, end)))
+            if end is not stack and wait is not None and thread not in self.of:
+                self.of[thread] = wait._replace(thread=thread)
+
     def _is_met(self, rank: int, way: str, names: dict[str, str]) -> bool:
         """Return whether a thread of the peer is in the other end of a message."""
         peer = self._evidence.ranks.get(int(names["peer"]))
@@ -201,12 +213,17 @@ class Waits:
         if not rank.stacks:
             return "", True, True
         issued = next((stack for stack in rank.stacks if one.thread and stack.ident == one.thread), None)
+        if issued is not None and may_wait_for_a_handle(other := joined(rank.stacks, issued)):
+            issued = other  # which has been given the handle
         position = position_of(issued) if issued is not None else position_among(rank.stacks)
         name = _name(rank, position.stack)
         if is_held(rank, position):
-            return (name, True, True) if may_wait_in(rank, position, one) else None
+            if not may_wait_in(rank, position, one):
+                return None
+            is_sure = not waits_for_its_handle(position.stack) or _is_only(rank, one, position.stack)
+            return name, is_sure, True
         if issued is not None:
-            is_likely = position.stack.names.get("calls", "wait") == "wait"
+            is_likely = may_wait_for_a_handle(position.stack)
             return (name, False, is_likely) if rests_in_c(rank, position) else None
         # A wait for a GPU, as in `.item()`, shows as a line of the program.
         at_its_gpu = one.backend != "gloo" and not one.thread and may_be_at_its_gpu(rank, position)
@@ -258,6 +275,12 @@ class Waits:
                 return [self.of[one] for one in way[way.index(thread) :]]
             over.update(way)
         return []
+
+
+def _is_only(rank: Rank, one: GroupOperation, stack: Stack) -> bool:
+    """Return whether the handle for which a thread waits can only be that of this operation."""
+    kind = stack.names.get("handle")
+    return [other for other in rank.operations if other.is_pending and other.kind == kind] == [one]
 
 
 def _way(stack: Stack) -> str:

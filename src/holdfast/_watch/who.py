@@ -106,8 +106,11 @@ _MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
 def _exchange(positions: Iterable[Position], functions: set[str]) -> bool:
-    """Return whether a thread is in one of these functions, such as those of messages between two ranks."""
-    return any(call.function in functions for one in positions for call in one.stack.calls[:4])
+    """Return whether a thread is in one of these functions, such as those of messages between two ranks, or
+    waits for a handle of one."""
+    at = list(positions)
+    by_handle = any(one.stack.names.get("handle") in functions for one in at)
+    return by_handle or any(call.function in functions for one in at for call in one.stack.calls[:4])
 
 
 def _do(ranks: Collection[int], what: str) -> str:
