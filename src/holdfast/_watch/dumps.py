@@ -232,7 +232,7 @@ def operations_of(
     found = groups_of(record)
     groups = found.names
     for entry in record.get("entries", ()):
-        group = groups[str(entry["process_group"][0])]
+        group = group_name(*map(str, entry["process_group"][:2]))
         operation = _operation(entry, group, source, now)
         if operation.is_pending:
             to.note_operation(rank, operation)
