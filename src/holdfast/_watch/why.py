@@ -9,8 +9,11 @@ from holdfast._watch.evidence import CUT_OFF, GLOO_TIMEOUT, UNKNOWN, Ending, Evi
 from holdfast._watch.names import SAME_SIZES, WAITS_FOR_ALL, plain
 from holdfast._watch.positions import (
     has_ended,
+    is_held,
     is_in_its_program,
+    may_be_at_its_gpu,
     may_wait_in,
+    position_among,
     position_of,
     positions_of,
 )
@@ -39,8 +42,7 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
     if not absent:
         yield from _cycle(waits)
     yield from _ended(evidence, absent)
-    if awaited:
-        # The ranks that others wait for may wait for a dead one in a way that nothing shows.
+    if awaited and all(_may_wait_for_any(evidence, rank) for rank in awaited):
         yield from _died(evidence, frozenset())
 
 
@@ -78,6 +80,18 @@ def _died(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
     same = {rank: one for rank, one in reversed(found) if one.what.partition(":")[0] == kind}
     seen_of = (Observation(f"rank {rank}: {one.what}", one.source) for rank, one in sorted(same.items()))
     yield Why("died", f"{listed(same)} ended: {first.what}", tuple(sorted(same)), first.call, tuple(seen_of))
+
+
+def _may_wait_for_any(evidence: Evidence, rank: int) -> bool:
+    """Return whether a rank is known to wait for others in a way that does not show for which: at the message
+    store, in an operation that no record has, or at its GPU."""
+    seen = evidence.ranks.get(rank)
+    if seen is None or not seen.stacks:
+        return False
+    one = position_among(seen.stacks)
+    uses_gpus = bool(evidence.backends - {"gloo"})
+    at_the_store = "store" in (one.stack.names.get("on"), one.stack.names.get("polls"))
+    return at_the_store or is_held(seen, one) or (uses_gpus and may_be_at_its_gpu(seen, one))
 
 
 def _held(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
