@@ -116,6 +116,11 @@ def test_ranks_that_wait_for_handles_of_messages_wait() -> None:
     assert who(in_train(0), rank(1, at("forward", **RECEIVES)), rank(2, at("step", **LOCK))) == (2,)
 
 
+def test_a_rank_that_asks_for_its_message_now_and_then_waits() -> None:
+    asks = at("share", **{**RECEIVES, "calls": "sleep", "polls": "handle"})
+    assert who(in_train(0), rank(1, asks), rank(2, at("step", **LOCK))) == (2,)
+
+
 def test_of_ranks_that_only_wait_for_messages_none_is_named() -> None:
     assert who(in_train(0), rank(1, at("forward", **RECEIVES)), rank(2, at("forward", **RECEIVES))) is None
 
@@ -137,15 +142,18 @@ def test_a_handle_of_a_message_is_none_of_a_collective() -> None:
 # -- cycles -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("more", "kind"), [((), "cycle"), ((issued(TRAIN, 3),), None)])
+@pytest.mark.parametrize(
+    ("more", "polls", "kind"),
+    [((), {}, "cycle"), ((issued(TRAIN, 3),), {}, None), ((), {"calls": "sleep", "polls": "handle"}, None)],
+)
 def test_handles_close_a_cycle_if_no_other_can_be_meant(
-    more: tuple[GroupOperation, ...], kind: str | None
+    more: tuple[GroupOperation, ...], polls: dict[str, str], kind: str | None
 ) -> None:
     members: dict[str, tuple[int, ...]] = {"1:a": (0, 1), "2:b": (0, 1), TRAIN: (0, 1)}
     ranks = {
         number: Rank(number, (issued(group, 3), *more), stacks=stacks, later=stacks, busy=0.0)
         for number, group in enumerate(("1:a", "2:b"))
-        if (stacks := (at("share", **HANDLE),))
+        if (stacks := (at("share", **{**HANDLE, **polls}),))
     }
     why = diagnose(Evidence(ranks, world_size=2, members=members)).why
     assert (why.kind if why is not None else None) == kind

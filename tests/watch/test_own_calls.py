@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -179,6 +179,12 @@ def test_a_loop_that_ends_with_a_handle_is_told_from_one_that_does_not(
     assert (found["calls"], found.get("polls", "")) == ("sleep", polls)
 
 
+def test_which_handle_a_loop_asks_is_told_where_it_is_known() -> None:
+    number = looked_at(waits, work)["message"]
+    assert looked_at(asks_in_its_head, work) == {"calls": "sleep", "polls": "handle", "message": number}
+    assert looked_at(asks_all, work) == {"calls": "sleep", "polls": "handle"}
+
+
 def naps() -> None:
     clock.sleep(5)
 
@@ -267,10 +273,14 @@ def test_threads_that_wait_for_others_and_for_the_store_are_known() -> None:
 
     waiter = threading.Thread(target=waits_in_the_store, name="waiter")
     joiner = threading.Thread(target=waiter.join, name="joiner")
-    with ThreadPoolExecutor(1, thread_name_prefix="pool") as pool:
+    with futures.ThreadPoolExecutor(1, thread_name_prefix="pool") as pool:
+        done = pool.submit(int)
+        done.result()
         running = pool.submit(STORE.wait, [name])
         asker = threading.Thread(target=running.result, name="asker")
-        for thread in (waiter, joiner, asker):
+        all_of = threading.Thread(target=futures.wait, args=([running, done],), name="all of")
+        one_by_one = threading.Thread(target=list, args=(futures.as_completed([running]),), name="one by one")
+        for thread in (waiter, joiner, asker, all_of, one_by_one):
             thread.start()
 
         def names() -> dict[str, dict[str, str]]:
@@ -284,10 +294,10 @@ def test_threads_that_wait_for_others_and_for_the_store_are_known() -> None:
             return (
                 found["waiter"] == found["pool"] == in_the_store
                 and found["joiner"] == {"joins": idents["waiter"]}
-                and found["asker"] == {"joins": idents["pool"]}
+                and all(found[one] == {"joins": idents["pool"]} for one in ("asker", "all of", "one by one"))
             )
 
         wait_until(are_known)
         STORE.set(name, "")
-    for thread in (waiter, joiner, asker):
+    for thread in (waiter, joiner, asker, all_of, one_by_one):
         thread.join()

@@ -75,9 +75,7 @@ def calls_of(frames: Sequence[FrameType]) -> dict[str, str]:
         found = {"calls": str(code.steps[at].argval)}
         if found["calls"] in _OF_A_WAIT:
             found |= _on(_value(frame, code, at))
-    if found.get("calls") == "sleep" and (polled := _polled(frames)):
-        found["polls"] = polled
-    return found
+    return found | _polled(frames) if found.get("calls") == "sleep" else found
 
 
 def called_of(called: object) -> dict[str, str]:
@@ -106,20 +104,22 @@ def number_of(handle: object) -> str:
         return ""
 
 
-def _polled(frames: Sequence[FrameType]) -> str:
-    """Return on what the innermost loop depends in which a thread sleeps, `handle` or `store`; "" if on
-    neither, or if it can end without a look at them."""
+def _polled(frames: Sequence[FrameType]) -> dict[str, str]:
+    """Return what the innermost loop in which a thread sleeps `polls`, a `handle` or a `store`, and of which
+    operation the handle is; empty if neither, or if it can end without a look at them."""
     for frame in frames[:_LOOKED_AT]:
         code = Code(frame.f_code)
         asked = code.asked(code.at(frame.f_lasti))
         if asked is None:
             continue  # it has been called in a loop, perhaps
         for method, at in methods(code, asked):
-            on = _on(_value(frame, code, at)).get("on", "") if at is not None and method in _OF_A_WAIT else ""
-            if on == "store" or method == "is_completed":  # perhaps of an object of the program with handles
-                return "store" if on == "store" else "handle"
+            found = _on(_value(frame, code, at)) if at is not None and method in _OF_A_WAIT else {}
+            if found.pop("on", "") == "store":
+                return {"polls": "store"}
+            if method == "is_completed":  # perhaps of an object of the program with handles
+                return {"polls": "handle", **found}
         break
-    return ""
+    return {}
 
 
 def _value(frame: FrameType, code: Code, method: int) -> object:

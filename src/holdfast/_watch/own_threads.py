@@ -13,7 +13,10 @@ from holdfast._watch.evidence import Stack
 from holdfast._watch.own_calls import called_of, variables
 
 _POOL = "concurrent/futures/thread.py"
-_WAITS = ("threading.py", "concurrent/futures/_base.py")
+_FUTURES = "concurrent/futures/_base.py"
+_WAITS = ("threading.py", _FUTURES)
+_OF_SEVERAL = {"as_completed": "pending", "wait": "not_done"}
+"""Functions that wait for several futures, and their variable that has those at work or before."""
 
 
 def with_joined(stacks: list[Stack], frames: list[FrameType]) -> tuple[Stack, ...]:
@@ -42,11 +45,17 @@ def runs(frame: FrameType) -> dict[str, str]:
 
 def _joined(frame: FrameType | None, works: dict[int, str]) -> str:
     while frame is not None and frame.f_code.co_filename.endswith(_WAITS):
-        if frame.f_code.co_name in ("join", "result"):
-            waited = variables(frame).get("self")
+        name, known = frame.f_code.co_name, variables(frame)
+        if name in ("join", "result"):
+            waited = known.get("self")
             if isinstance(waited, threading.Thread):
                 return str(waited.ident or "")
             return works.get(id(waited), "") if isinstance(waited, Future) else ""
+        if name in _OF_SEVERAL and frame.f_code.co_filename.endswith(_FUTURES):
+            several = known.get(_OF_SEVERAL[name])
+            left = [id(one) for one in list(several)] if isinstance(several, set) else []
+            found = {works[one] for one in left if one in works}
+            return found.pop() if len(found) == 1 else ""
         frame = frame.f_back
     return ""
 

@@ -75,8 +75,11 @@ class Position(NamedTuple):
 
 
 def waits_for_its_handle(stack: Stack) -> bool:
-    """Return whether a thread is known to be in `wait` of a handle of torch."""
-    return stack.names.get("on") == "handle" and stack.names.get("calls") == "wait"
+    """Return whether a thread is known to be in `wait` of a handle of torch, or to sleep in a loop that ends
+    with one."""
+    names = stack.names
+    polls = names.get("polls") == "handle" and "handle" in names
+    return polls or (names.get("on") == "handle" and names.get("calls") == "wait")
 
 
 def may_wait_for_a_handle(stack: Stack) -> bool:
