@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from holdfast._watch.evidence import OPERATION, Evidence, Frame, GroupOperation, Rank, Stack, is_of_a_library
+from holdfast._watch.names import OF_SOME
 
 _TORCH = re.compile(r"torch/(?:distributed|cuda|_tensor|csrc|_C)|^lib(?:cuda|cudart|nccl|torch)")
 _BLOCKED = re.compile(
@@ -75,18 +76,16 @@ class Position(NamedTuple):
 
 
 def waits_for_its_handle(stack: Stack) -> bool:
-    """Return whether a thread is known to be in `wait` of a handle of torch, or to sleep in a loop that ends
-    with one."""
-    names = stack.names
-    polls = names.get("polls") == "handle" and "handle" in names
-    return polls or (names.get("on") == "handle" and names.get("calls") == "wait")
+    """Return whether a thread is known to be in `wait` of a handle of torch."""
+    return stack.names.get("on") == "handle" and stack.names.get("calls") == "wait"
 
 
 def may_wait_for_a_handle(stack: Stack) -> bool:
     """Return whether a thread may be in `wait` of a handle, as far as its call is known, or sleeps in a loop
     that ends with one."""
     if stack.names.get("polls") == "handle":
-        return True
+        # Over gloo, that of a message is completed by `wait` alone: such a loop does not end, whoever comes.
+        return stack.names.get("handle") not in OF_SOME
     return stack.names.get("on", "handle") == "handle" and stack.names.get("calls", "wait") == "wait"
 
 

@@ -280,8 +280,6 @@ class Waits:
 def _is_only(rank: Rank, one: GroupOperation, stack: Stack) -> bool:
     """Return whether the handle for which a thread waits can only be that of this operation."""
     kind = stack.names.get("handle")
-    if "polls" in stack.names:
-        return False  # the loop may end in another way
     return [other for other in rank.operations if other.is_pending and other.kind == kind] == [one]
 
 
