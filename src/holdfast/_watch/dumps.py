@@ -194,7 +194,7 @@ def _record(record: object, to: Collector, name: str, rank: int | None) -> None:
         raise BadInput(f"{name} is no flight record: {type(error).__name__}: {error}.") from None
 
 
-class Groups(NamedTuple):
+class RecordedGroups(NamedTuple):
     """The groups of a flight record."""
 
     names: dict[str, str]
@@ -207,9 +207,9 @@ class Groups(NamedTuple):
         return any(count != number for known in self.counted.values() for count, number in known.items())
 
 
-def groups_of(record: Message) -> Groups:
+def groups_of(record: Message) -> RecordedGroups:
     """Read which groups a flight record has."""
-    found = Groups({}, {})
+    found = RecordedGroups({}, {})
     for entry in record.get("entries", ()):
         name, description = (str(part) for part in entry["process_group"][:2])
         key = str(entry.get("pg_id"))
@@ -222,7 +222,7 @@ def groups_of(record: Message) -> Groups:
 
 def operations_of(
     record: Message, to: Collector, source: SourceLine, rank: int, now: float | None = None
-) -> Groups:
+) -> RecordedGroups:
     """Read the entries of a flight record: pending operations, and the last completed one of each group.
     Return the groups.
 
@@ -251,7 +251,7 @@ def operations_of(
     return found
 
 
-def progress_of(record: Message, groups: Groups, source: SourceLine) -> Iterator[GroupProgress]:
+def progress_of(record: Message, groups: RecordedGroups, source: SourceLine) -> Iterator[GroupProgress]:
     """Yield the progress of each group."""
     for key, status in (record.get("pg_status") or {}).items():
         enqueued, done = (int(status.get(f"last_{of}_collective", -1)) for of in ("enqueued", "completed"))

@@ -19,7 +19,7 @@ from holdfast._core.roster.beacon import Presence
 from holdfast._core.roster.process import activity, memory_stall
 from holdfast._core.torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
-from holdfast._watch.dumps import MOST_CALLS, Groups, groups_of, operations_of, progress_of
+from holdfast._watch.dumps import MOST_CALLS, RecordedGroups, groups_of, operations_of, progress_of
 from holdfast._watch.evidence import (
     AT_EXIT,
     OPERATION,
@@ -134,7 +134,7 @@ class OwnEvidence:
     """The evidence about this rank: a first sample and, some seconds later, a second one."""
 
     def __init__(self, rank: int, presences: list[Presence]) -> None:
-        collector, self._groups = Collector(), list[Groups]()
+        collector, self._groups = Collector(), list[RecordedGroups]()
         self._at = time.time()
         for record in flight_records(entries=True):
             self._groups.append(operations_of(record, collector, ROLL_CALL, rank, self._at))
