@@ -10,6 +10,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from holdfast._watch.own_calls import calls_of
@@ -235,7 +236,31 @@ def test_what_is_waited_for_is_known(function: Callable[..., object]) -> None:
     assert looked_at(function, Other()) == {"calls": "wait", "on": "other"}
 
 
-def test_what_a_call_returns_is_not_looked_up() -> None:
+def receives(_: dist.Work) -> None:
+    dist.irecv(torch.ones(1), 0).wait()
+
+
+def sends_in_two_steps(_: dist.Work) -> None:
+    send = dist.isend
+    send(torch.ones(1), dst=0).wait()
+
+
+@pytest.mark.parametrize(("function", "handle"), [(receives, "recv"), (sends_in_two_steps, "send")])
+def test_a_handle_that_torch_has_just_returned_is_known(
+    function: Callable[..., object], handle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(getattr(dist, name), "__code__", returns_a_handle.__code__)
+    assert looked_at(function, work) == {"calls": "wait", "on": "handle", "handle": handle}
+
+
+def returns_a_handle(*_: object, **__: object) -> object:
+    from tests.watch.test_own_calls import Handle
+
+    return Handle()
+
+
+def test_what_another_call_returns_is_not_looked_up() -> None:
     assert looked_at(waits_for_the_last, work) == {"calls": "wait"}
 
 

@@ -9,12 +9,12 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import CO_OPTIMIZED
 from itertools import count
-from types import BuiltinFunctionType, CodeType, FrameType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 
 import torch.distributed as dist
 
 from holdfast._core.torch_private import operation_of
-from holdfast._watch.names import family
+from holdfast._watch.names import OF_SOME, family
 from holdfast._watch.own_loops import Code, is_call, methods
 
 _messages: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -74,7 +74,7 @@ def calls_of(frames: Sequence[FrameType]) -> dict[str, str]:
     else:
         found = {"calls": str(code.steps[at].argval)}
         if found["calls"] in _OF_A_WAIT:
-            found |= _on(_value(frame, code, at))
+            found |= _on(_value(frame, code, at)) or _made_by(frame, code, at)
     return found | _polled(frames) if found.get("calls") == "sleep" else found
 
 
@@ -94,6 +94,23 @@ def _on(value: object) -> dict[str, str]:
         known = {"handle": family(operation_of(value)), "message": number_of(value)}
         return {"on": "handle", **{name: text for name, text in known.items() if text}}
     return {"on": "store" if issubclass(kind, _STORE) else "other"}
+
+
+def _made_by(frame: FrameType, code: Code, at: int) -> dict[str, str]:
+    """Return the same of a handle that a function of torch has just returned, as in `dist.irecv(x).wait()`."""
+    before = code.steps[at - 1]
+    if not is_call(before):
+        return {}
+    made, function = code.method(at - 1), None
+    if made is None:
+        function = _variable(frame, code.function(at - 1))
+    elif isinstance(module := _value(frame, code, made), ModuleType):
+        function = module.__dict__.get(str(code.steps[made].argval))
+    if not isinstance(function, FunctionType) or function.__module__ != dist.irecv.__module__:
+        return {}
+    # Records may have another name of a collective.
+    kind = family(function.__name__.removeprefix("i"))
+    return {"on": "handle", **({"handle": kind} if kind in OF_SOME else {})}
 
 
 def number_of(handle: object) -> str:
