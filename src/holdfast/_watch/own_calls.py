@@ -97,7 +97,7 @@ def _on(value: object) -> dict[str, str]:
 
 
 def _made_by(frame: FrameType, code: Code, at: int) -> dict[str, str]:
-    """Return the same of a handle that a function of torch has just returned, as in `dist.irecv(x).wait()`."""
+    """Return the same of a handle that torch has just returned, as in `dist.irecv(x, 0).wait()`."""
     before = code.steps[at - 1]
     if not is_call(before):
         return {}
