@@ -31,3 +31,16 @@ def test_a_dead_rank_is_named_if_the_absent_one_waits_for_another(names: dict[st
     assert found.who is not None
     assert found.why is not None
     assert (found.who.ranks, found.why.kind) == ((3,), "died")
+
+
+def test_where_nothing_shows_for_whom_others_wait_a_dead_rank_is_no_cause() -> None:
+    """Ranks 0 and 2 wait for messages; rank 1 wants a lock, and rank 3 has died."""
+    receives = [rank(number, at("forward", **RECEIVES)) for number in (0, 2)]
+    dead = Rank(3, endings=(DIED,))
+    found = said(*receives, rank(1, at("step", **LOCK)), dead)
+    assert found.who is not None
+    assert (found.who.ranks, found.why) == ((1, 3), None)
+    alone = said(*receives, rank(1, at("forward", **RECEIVES)), dead)
+    assert alone.who is not None
+    assert alone.why is not None
+    assert (alone.who.ranks, alone.why.kind) == ((3,), "died")

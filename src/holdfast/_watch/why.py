@@ -33,7 +33,7 @@ def causes(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> Iterator
     # What has happened to a rank for which no rank of a cycle waits does not explain the cycle.
     awaited = absent or frozenset(rank for wait in waits.cycle() for rank in wait.absent)
     yield from _by_holdfast(evidence)
-    yield from _died(evidence, awaited)
+    yield from _died(evidence, _known_to_be_awaited(evidence, waits, awaited))
     yield from _held(evidence, awaited)
     yield from _fingerprints(evidence)
     yield from _sizes(evidence)
@@ -80,6 +80,15 @@ def _died(evidence: Evidence, absent: frozenset[int]) -> Iterator[Why]:
     same = {rank: one for rank, one in reversed(found) if one.what.partition(":")[0] == kind}
     seen_of = (Observation(f"rank {rank}: {one.what}", one.source) for rank, one in sorted(same.items()))
     yield Why("died", f"{listed(same)} ended: {first.what}", tuple(sorted(same)), first.call, tuple(seen_of))
+
+
+def _known_to_be_awaited(evidence: Evidence, waits: Waits, absent: frozenset[int]) -> frozenset[int]:
+    """Return the absent ranks, without those that have ended if nothing shows for which of them the others
+    wait, and one that lives is elsewhere."""
+    ended = {rank for rank, _ in evidence.endings()}
+    elsewhere = [rank for rank in absent & evidence.shown().keys() if rank not in ended]
+    is_unclear = elsewhere and not waits.of and not all(_may_wait_for_any(evidence, one) for one in elsewhere)
+    return absent - ended if is_unclear else absent
 
 
 def _may_wait_for_any(evidence: Evidence, rank: int) -> bool:
