@@ -353,6 +353,7 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "adapter_config.json").unlink(),
         "is no folder of an adapter",
     ),
+    "no tensors": (change_tensors(lambda tensors: tensors.clear()), "does not hold any matrices"),
     "half a pair": (change_tensors(lambda tensors: tensors.pop(B)), "does not hold two matrices"),
     "another module": (
         change_tensors(
@@ -393,6 +394,33 @@ def test_what_is_not_read_is_named_and_nothing_is_changed(
         holdfast.load(state, merged(base, adapter), job=ALONE)
     assert "\n" not in str(caught.value)
     assert (state[Q] == 7).all()
+
+
+def test_layers_that_an_adapter_lacks_are_told(
+    folders: Folders, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT merges what there is; so does a load, which says what is not there."""
+    base, whole = folders("dense")
+    half = tmp_path / "half"
+    shutil.copytree(whole, half)
+    second = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
+    change_tensors(lambda tensors: [tensors.pop(second.format(one)) for one in "AB"])(half)
+    for adapter, told in ((whole, False), (half, True)):
+        caplog.clear()
+        holdfast.load({Q: torch.zeros(32, 32)}, merged(base, adapter), job=ALONE)
+        assert (
+            "no matrices for 1 module" in caplog.text and "layers.1.self_attn.q_proj'" in caplog.text
+        ) == told
+    set_config(layers_to_transform=[0])(half)
+    caplog.clear()
+    holdfast.load({Q: torch.zeros(32, 32)}, merged(base, half), job=ALONE)
+    assert "no matrices" not in caplog.text
+
+
+def test_a_second_adapter_is_refused_and_does_not_take_the_place_of_the_first(folders: Folders) -> None:
+    base, adapter = folders("dense")
+    with pytest.raises(BadInput, match="merged into it already, and a folder takes one adapter"):
+        merged(merged(base, adapter), adapter)
 
 
 def test_a_base_model_that_is_quantized_or_tied_is_told(folders: Folders, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from holdfast._core.base.deadline import Deadline
 from holdfast._core.store.base import Folder, Reader, Store, bounded, open_at
 from holdfast._core.store.local import open_store
 from holdfast._models.views.adapter import ADAPTER_WEIGHTS, Adapter
+from holdfast.errors import BadInput
 
 
 class AdaptedFolder:
@@ -44,8 +45,15 @@ def merged(base: Folder, adapter: Folder) -> Store:
     base: the folder of the published model, or of an import of it. adapter: the folder that PEFT's
         `save_pretrained` wrote, or `export_adapter`.
 
-    Raises BadInput for a folder without an adapter, pickled weights, another method than LoRA or DoRA, and
-    variants of these. A load raises BadInput or ShapeMismatch for an adapter of another model.
+    Raises BadInput for a folder without an adapter, pickled weights, another method than LoRA or DoRA,
+    variants of these, and a base that has an adapter already. A load raises BadInput or ShapeMismatch for an
+    adapter of another model.
     """
     store, weights = open_store(base), open_store(adapter)
+    if (first := getattr(store, "adapter", None)) is not None:  # its files are those without that adapter
+        raise BadInput(
+            f"{store.url} has the adapter {first.url} merged into it already, and a folder takes "
+            "one adapter.",
+            hint="Write the first merge (holdfast.huggingface.import_), and merge the second into that.",
+        )
     return cast(Store, AdaptedFolder(store, Adapter(weights), weights))

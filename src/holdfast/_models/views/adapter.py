@@ -18,6 +18,7 @@ from holdfast._core.layout.box import whole
 from holdfast._core.layout.tensor import DTYPES, FLOATS, Dims, counted
 from holdfast._core.store.base import Store
 from holdfast._models.views.adapter_config import read_adapter_config
+from holdfast._models.views.adapter_targets import tell_left_out
 from holdfast._models.views.family import language_model
 from holdfast._models.views.hub_format import Place
 from holdfast._models.views.hugging_face import HuggingFaceFolder
@@ -45,6 +46,7 @@ _WRAPPED = re.compile(
 )
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 """In a model that PEFT has wrapped, names have that of the adapter in them, such as `default`."""
+_INCOMPLETE = "The file is incomplete, or written from shards of parameters; save the adapter again."
 _METHODS = re.compile(r"\.(hada|lokr|vera|oft|ia3|lora_E|prompt|boft|hra|randlora)[_.]")
 
 
@@ -108,6 +110,7 @@ class Adapter:
                 hint="Give the folder that PEFT's save_pretrained wrote.",
             )
         self.url, self.weights = store.url, HuggingFaceFolder(store, ADAPTER_WEIGHTS)
+        self._is_told = False
         self._identity = f"{self.weights.identity} {self.config.identity}"
 
     def identity_with(self, base: str) -> str:
@@ -153,6 +156,8 @@ class Adapter:
                 details={"unknown": unknown[:100]},
             )
         self._refuse_tied(base, changes)
+        if not self._is_told:
+            self._is_told = tell_left_out(self.url, self.config, base, changes)
         for some in changes.values():  # a copy of the base model's own comes before what is added to it
             some.sort(key=lambda change: not isinstance(change.by, Trained))
         return dict(changes)
@@ -181,6 +186,8 @@ class Adapter:
                 continue
             end = ".bias" if match["end"] == "bias" else ""
             modules[match["module"]][match["part"] + end] = place
+        if not modules:  # it would be merged into nothing
+            raise BadInput(f"{self.weights.where} does not hold any matrices of LoRA.", hint=_INCOMPLETE)
         nested: dict[str, list[str]] = defaultdict(list)
         for module in modules:
             nested[module.replace(_BASE, "")].append(module)
@@ -251,7 +258,7 @@ class Adapter:
             raise BadInput(
                 f"{self.weights.where} does not hold two matrices, {first} and {first.replace('_A', '_B')}, "
                 f"for {module!r}.",
-                hint="The file is incomplete, or written from shards of parameters; save the adapter again.",
+                hint=_INCOMPLETE,
                 details={"module": module},
             )
         return a, b

@@ -72,6 +72,9 @@ class AdapterConfig:
         self.use_dora = said.get("use_dora") is True
         self.parameters = tuple(map(str, _list(said.get("target_parameters"))))
         """The last words of the names of parameters that are adapted without a module."""
+        everywhere = not (said.get("layers_to_transform") or said.get("exclude_modules"))
+        self._modules = tuple(map(str, _list(said.get("target_modules")))) if everywhere else ()
+        """The ends of names of modules that all have matrices; none if it takes more to tell which have."""
         self.bias = str(said.get("bias") or "none")
         self._is_root = said.get("use_rslora") is True
         self._rank, self._alpha = (
@@ -88,6 +91,10 @@ class AdapterConfig:
         """Return what the product of the matrices of a module is multiplied by."""
         rank, alpha = self.rank(module), _matching(self._alphas, module, self._alpha)
         return alpha / (math.sqrt(rank) if self._is_root else rank)
+
+    def names(self, module: str) -> bool:
+        """Return whether the configuration certainly asks for matrices for a linear module of this name."""
+        return any(module == one or module.endswith(f".{one}") for one in self._modules)
 
     def _refuse_variants(self, said: Mapping[str, object]) -> None:
         init = said.get("init_lora_weights")

@@ -65,6 +65,10 @@ class PublishedModel(ForeignSource):
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this name."""
 
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+
     @cached_property
     def config(self) -> dict[str, object]:
         """Content of `config.json`; empty if there is none."""
