@@ -51,11 +51,18 @@ def differences(box: Box, itemsize: int, *reads: Callable[[Box], BoxElements]) -
             yield Difference(part, a, b)
 
 
-def check_files(store: Store, files: Iterable[tuple[str, int]], embedded: bool = False) -> None:
+def check_files(
+    store: Store,
+    files: Iterable[tuple[str, int]],
+    embedded: bool = False,
+    so: str = "can't be compared",
+    hint: str = "",
+) -> None:
     """Raise CorruptCheckpoint unless the data files of an index are there, of these sizes: what an index says
     of its data is true only of these files.
 
     embedded: read their embedded indexes too, which tell whether they are of the same save as the index.
+    so, hint: what that means for the checkpoint, and what to do, in words.
     """
     for name, size in files:
         problem = ""
@@ -65,12 +72,12 @@ def check_files(store: Store, files: Iterable[tuple[str, int]], embedded: bool =
             if actual != size:
                 problem = f"has {actual} bytes, but was written with {size}"
             elif embedded and isinstance(file := look(store, name, or_link=True), LeftOut):
-                problem = f"is not the file that the fingerprints are of: {file.why}"
+                problem = f"is not that of the save: {file.why.rstrip('.')}"
         except NotFound:
             problem = "is missing"
         if problem:
             raise CorruptCheckpoint(
-                f"{store.url} can't be compared: its data file {name} {problem}.",
-                hint=f"`holdfast verify {store.url}` shows all that is damaged.",
+                f"{store.url} {so}: its data file {name} {problem}.",
+                hint=hint or f"`holdfast verify {store.url}` shows all that is damaged.",
                 details={"file": name},
             )

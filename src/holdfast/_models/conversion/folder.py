@@ -14,7 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from holdfast._core.base.values import amount
+from holdfast._core.existing.comparing import check_files
 from holdfast._core.format.digest import digest, hex_digest
+from holdfast._core.format.index import Index
 from holdfast._core.format.names import DATA
 from holdfast._core.io.small_files import read_file
 from holdfast._core.store.base import FOLDERS, Store, replace_file
@@ -45,6 +47,26 @@ def put_files(out: Store, files: Mapping[str, bytes]) -> None:
     """Put these files in place."""
     for name, data in files.items():
         replace_file(out, name, data)
+
+
+def put_missing(out: Store, files: Mapping[str, bytes]) -> None:
+    """Put those of these files in place that are not there."""
+    put_files(out, {name: data for name, data in files.items() if out.stat(name) is None})
+
+
+def check_finished(out: Store, index: Index, what: str) -> None:
+    """Raise CorruptCheckpoint if data files of a finished conversion are no longer there, or not whole.
+
+    what: the conversion, such as "import". Their bytes are not read: whoever loads them verifies them.
+    """
+    sizes = index.column("file_size").tolist()
+    check_files(
+        out,
+        zip(index.file_names(), sizes, strict=True),
+        embedded=True,
+        so=f"is what this {what} wrote, and damaged since",
+        hint=f"Remove the folder, and {what} again.",
+    )
 
 
 def refuse_changed(out: Store, files: Mapping[str, bytes]) -> None:

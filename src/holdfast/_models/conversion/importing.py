@@ -24,10 +24,12 @@ from holdfast._core.store.base import Store
 from holdfast._models.conversion.byte_ranges import runs_of
 from holdfast._models.conversion.folder import (
     carried,
+    check_finished,
     delete,
     label_of,
     left_in,
     put_files,
+    put_missing,
     refuse_changed,
 )
 from holdfast.errors import BadInput, CorruptCheckpoint, NotCommitted
@@ -97,6 +99,8 @@ def run_import(
             files.update(carried(base))
         done, left[:] = _begin(target, label, files)
         refuse_changed(target, files)
+        if done is not None:
+            put_missing(target, files)
         return {"label": label, "done": msgspec.to_builtins(done)}
 
     # Ranks compare their views of the source before one of them writes: hosts may differ.
@@ -127,16 +131,18 @@ def run_import(
 def _begin(out: Store, label: str, known: Collection[str]) -> tuple[SaveReport | None, list[str]]:
     """Return the report of this import if it is finished, else None; and leftovers of interrupted ones.
 
-    Raises BadInput for a folder that holds anything else.
+    Raises BadInput for a folder that holds anything else, CorruptCheckpoint for a finished import without its
+    data files.
     """
     try:
         with open_index(out) as index:
             about = index.about
+            if not str(about.get("attempt")).startswith(label):
+                raise BadInput(f"{out.url} holds a checkpoint already; an import goes into a new folder.")
             named, tensors = set(index.file_names()), index.tensors
+            check_finished(out, index, "import")
     except NotCommitted:
         return None, left_in(out, lambda path: path.startswith(f"{DATA}/{label}"), known, "an import")
-    if not str(about.get("attempt")).startswith(label):
-        raise BadInput(f"{out.url} holds a checkpoint already; an import goes into a new folder.")
     paths = [f"{DATA}/{name}" for name in out.list(DATA) if name.startswith(label)]
     delete(out, [path for path in paths if path not in named])
     return SaveReport(out.url, number(about.get("step")), tensors, 0, 0.0, {}), []

@@ -39,7 +39,15 @@ from holdfast._core.store.local import LocalStore, open_local, open_store
 from holdfast._core.store.pins import Pin
 from holdfast._models.conversion.folder import carried, put_files, refuse_changed
 from holdfast._models.huggingface.assembling import PublishedPart, assemble, assemble_quantized
-from holdfast._models.huggingface.export_metadata import Files, exported_config, file_header, weights_index
+from holdfast._models.huggingface.export_metadata import (
+    DataSums,
+    Files,
+    data_said,
+    exported_config,
+    file_header,
+    fingerprint_of,
+    weights_index,
+)
 from holdfast._models.huggingface.published_tensors import (
     ModelPart,
     PublishedTensor,
@@ -116,7 +124,7 @@ def export_huggingface(
     missing tensors or parts of them, NotCommitted and CorruptCheckpoint for the checkpoint, StorageError, and
     RankFailed and DeadlineExceeded for other ranks.
     """
-    if not isinstance(file_bytes, int) or file_bytes < 1:
+    if type(file_bytes) is not int or file_bytes < 1:
         raise BadInput(f"file_bytes must be a whole number from 1 on, not {file_bytes!r}.")
     if quantize not in (None, *METHODS):
         raise BadInput(f"quantize={quantize!r} is none of {', '.join(METHODS)}.")
@@ -257,7 +265,7 @@ class _Export(CollectiveTask):
     def finish(self, reports: dict[int, Message]) -> Message:
         """Complete the model once all files are written; the weights' index comes last."""
         for name, tensors in self._files:
-            if not self._is_finished(name, tensors):
+            if self._finished(name, tensors) is None:
                 raise BadInput(f"{self.out.url}/{name} was changed or removed by somebody else meanwhile.")
         for name in self.out.list():
             if _PARTIAL.fullmatch(name):
@@ -279,11 +287,16 @@ class _Export(CollectiveTask):
         files = dict(self._files)
         names = self.out.list()
         for name in sorted(filter(hf.is_weights_file, names)):
-            if name not in files or not self._is_finished(name, files[name]):
+            if name not in files or self._finished(name, files[name]) is None:
                 raise BadInput(
-                    f"{self.out.url} holds {name}, which is not of this export.",
+                    f"{self.out.url} holds {name}, which is not of this export, or no longer whole.",
                     hint="Export into a new folder, or the one of an export that was interrupted.",
                 )
+        if len(files) == 1 and hf.WEIGHTS_INDEX in names:  # by which some readers would look for weights
+            raise BadInput(
+                f"{self.out.url} holds {hf.WEIGHTS_INDEX}, and this export is one file, without an index.",
+                hint="Export into a new folder.",
+            )
         refuse_changed(self.out, carried(self.base, partial(exported_config, files=self._files)))
 
     def _remove_others(self) -> None:
@@ -295,26 +308,27 @@ class _Export(CollectiveTask):
 
     def _write(self, name: str, tensors: Sequence[PublishedTensor]) -> None:
         """Write one file, unless an earlier export has finished it."""
-        header = file_header(tensors, self._identity)
-        if self._is_finished(name, tensors):
-            self._advance(sum(tensor.nbytes for tensor in tensors))
+        start = len(file_header(tensors, self._identity))
+        if (said := self._finished(name, tensors)) is not None:
+            self._check(name, start, said)
             return
-        file = WholeFiles(self.out.root).create(name)
+        file, sums = WholeFiles(self.out.root).create(name), DataSums()
         try:
-            file.write_at(0, [header])
             # The slabs are assembled one after the other, by whichever thread has written its last one.
-            slabs = self._slabs(tensors, len(header))
-            on_threads(_THREADS, "holdfast-export", lambda slab: self._write_slab(file, slab), slabs)
+            write = partial(self._write_slab, file, start, sums)
+            on_threads(_THREADS, "holdfast-export", write, self._slabs(tensors, start))
             for tensor in tensors:
                 tensor.check_zeros()
+            file.write_at(0, [file_header(tensors, self._identity, sums.fingerprint())])
         except BaseException:
             file.discard()
             raise
         file.finish()
 
-    def _write_slab(self, file: Writer, slab: _Slab) -> None:
-        size = sum(map(len, slab.buffers))
+    def _write_slab(self, file: Writer, start: int, sums: DataSums, slab: _Slab) -> None:
+        """Write a slab, and add its bytes to the sums. start: where the data of the file begins."""
         file.write_at(slab.offset, slab.buffers)
+        size = sums.add(slab.offset - start, slab.buffers)
         with self._lock:
             self._free.append(slab.memory)
             self._written += size
@@ -325,14 +339,26 @@ class _Export(CollectiveTask):
         self.doing(f"writing, {self._done} of {self._total} bytes")
         self._progress(self._done, self._total)
 
-    def _is_finished(self, name: str, tensors: Sequence[PublishedTensor]) -> bool:
-        """Return whether a file is complete and from this export, by its header, which has the checkpoint."""
+    def _check(self, name: str, start: int, said: str) -> None:
+        """Raise BadInput unless a finished file still holds the data that its header says."""
+        with closing(self.out.open(name)) as reader:
+            held = fingerprint_of(reader, start, SLAB, self._advance)
+        if held != said:
+            raise BadInput(
+                f"{self.out.url}/{name} does not hold what an export has written there: it was damaged or "
+                "changed since.",
+                hint="Delete it, and export again.",
+            )
+
+    def _finished(self, name: str, tensors: Sequence[PublishedTensor]) -> str | None:
+        """Return the fingerprint of a complete file of this export, by its header, which has the checkpoint;
+        None if there is no such file."""
         header = file_header(tensors, self._identity)
         entry = self.out.stat(name)
         if entry is None or entry.size != len(header) + sum(tensor.nbytes for tensor in tensors):
-            return False
+            return None
         with closing(self.out.open(name)) as reader:
-            return reader.read(0, len(header)) == header
+            return data_said(reader.read(0, len(header)), header)
 
     def _slabs(self, tensors: Sequence[PublishedTensor], offset: int) -> Iterator[_Slab]:
         """Yield the bytes of tensors in order, from `offset` of the file on: several small tensors at a time,

@@ -160,7 +160,7 @@ def _fetch(
     split = split_of(split)
     for rank in (numbers[0], numbers[-1]):
         grid.coordinates(rank)  # raises if the grid has no such rank
-    if vocabulary is not None and (not isinstance(vocabulary, int) or vocabulary < 1):
+    if vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1):
         raise BadInput(f"vocabulary must be at least 1, not {vocabulary!r}.")
     store = open_store(source)
     with closing(Pin(store)), open_source(store) as opened:

@@ -65,8 +65,8 @@ def import_huggingface(
     progress: called with the bytes that this rank has done, and all of its bytes.
     job: who takes part, deadlines, options: `Options(fingerprint=True)` also notes fingerprints.
 
-    Raises BadInput for the folders, CorruptCheckpoint for damage in `source`, StorageError, and RankFailed
-    and DeadlineExceeded for other ranks.
+    Raises BadInput for the folders, CorruptCheckpoint for damage in `source`, or of what this import wrote
+    before, StorageError, and RankFailed and DeadlineExceeded for other ranks.
     """
     check_switches(strict=strict)
     job = job_of(job).within(7200.0)

@@ -38,7 +38,14 @@ from holdfast._core.plan.shard_table import ShardTable
 from holdfast._core.store.base import Store, storage_errors
 from holdfast._core.store.filesystem import make_durably
 from holdfast._core.store.local import LocalStore
-from holdfast._models.conversion.folder import left_in, put_files, read_files, refuse_changed
+from holdfast._models.conversion.folder import (
+    check_finished,
+    left_in,
+    put_files,
+    put_missing,
+    read_files,
+    refuse_changed,
+)
 from holdfast._models.huggingface.whole_files import WholeFiles
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.needs import Needs
@@ -137,8 +144,12 @@ class SliceWriter:
             with closing(self._out.open(SLICE)) as reader:
                 index = Index(reader.read, reader.size, f"{self._out.url}/{SLICE}")
                 origin = read_origin(index.about, index.where)
-            if origin.fetch == self._fetch:
-                return True
+                if origin.fetch == self._fetch:
+                    check_finished(self._out, index, "fetch")
+                    carried = read_files(self._store, self._carried)
+                    refuse_changed(self._out, carried)
+                    put_missing(self._out, carried)
+                    return True
             raise BadInput(
                 f"{self._out.url} holds what was fetched from {origin.source} for {origin.fetched_for}.",
                 hint="Fetch into a new folder.",
