@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import collections
 import decimal
+import math
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from holdfast._tools.checkpoints.diff import compare
 from tests.cli.conftest import EXPERTS, WIDE, Run, data_files, flip, save_ranks, state_of
 
 Json = Callable[..., tuple[Any, int]]
+ALONE = holdfast.Job(no_dist=True)
 
 
 def one_rank(place: Path, **changes: Any) -> Path:
@@ -138,6 +141,67 @@ def test_values_of_another_type_differ(a: object, b: object, equal: bool, tmp_pa
     found = compare(tmp_path / "a", tmp_path / "b")
     assert found.same == equal
     assert [content.name for content in found.content] == ([] if equal else ["o"])
+
+
+PARTS = [1, 2]
+OTHERS: list[tuple[object, object, bool]] = [
+    ([PARTS, PARTS, torch.bfloat16], [[1, 2], [1, 2], torch.bfloat16], True),
+    ({"a": np.arange(3), "b": 1}, {"b": 1, "a": np.arange(3)}, True),
+    ({"t": torch.Size([2]), 1: np.float32(math.nan)}, {1: np.float32(math.nan), "t": torch.Size([2])}, True),
+    (torch.bfloat16, torch.float16, False),
+    (np.arange(3), np.arange(3.0), False),
+    ([np.zeros(1)], [-np.zeros(1)], False),
+    ([np.int64(1), 2], [np.int64(1), 2.0], False),
+    ({1: np.int64(1)}, {True: np.int64(1)}, False),
+    ({"a": 1}, {"a": np.int64(1)}, False),
+    ([np.int64(1)], (np.int64(1),), False),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "equal"), OTHERS)
+def test_values_that_json_does_not_have_are_compared(
+    a: object, b: object, equal: bool, tmp_path: Path
+) -> None:
+    """Their encoding also depends on which parts are the same object, and on the order of a dict."""
+    for place, value in (("a", a), ("b", b)):
+        holdfast.save({"o": [value]}, tmp_path / place, job=ALONE)
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert (found.same, found.untold, len(found.content)) == (equal, (), not equal)
+
+
+def test_an_export_and_an_import_change_no_value(tmp_path: Path, run: Run) -> None:
+    """An import keeps objects as torch DCP has stored them, in torch's encoding."""
+    values = {"t": (1, 2), "s": {1, 2}, "z": -0.0, "nan": NAN, "b": b"x", "d": torch.float32}
+    holdfast.save({"n": 5, "o": values}, tmp_path / "a", job=ALONE)
+    assert run("export", "torch_dist", tmp_path / "a", tmp_path / "dcp").exit_code == 0
+    assert run("import", "torch_dist", tmp_path / "dcp", tmp_path / "b").exit_code == 0
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert (found.same, found.equal) == (True, 7)
+    holdfast.save({"n": 5.0, "o": {**values, "z": 0.0}}, tmp_path / "c", job=ALONE)
+    assert [item.name for item in compare(tmp_path / "c", tmp_path / "b").content] == ["n", "o.z"]
+
+
+class Odd:
+    """Of a class that only its owner can compare."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_what_can_not_be_told_is_no_difference(tmp_path: Path, run: Run, run_json: Json) -> None:
+    with torch.serialization.safe_globals([Odd]):
+        for place, value, more in (("a", 1, {}), ("b", 2, {}), ("c", 1, {"n": 1})):
+            holdfast.save({"o": [Odd(value)], **more}, tmp_path / place, job=ALONE)
+        known, code = run_json("diff", tmp_path / "a", tmp_path / "b")
+    assert (code, known["same"], known["content"]) == (2, False, [])
+    found, code = run_json("diff", tmp_path / "a", tmp_path / "b")  # nor is its class allowed now
+    assert (code, [item["name"] for item in found["untold"]]) == (2, ["o"])
+    shown = run("diff", tmp_path / "a", tmp_path / "b")
+    assert "o     can't be told" in shown.stdout
+    assert "Can't be told: 1 name; equal: 0" in shown.stdout
+    shown = run("diff", tmp_path / "b", tmp_path / "c")
+    assert shown.exit_code == 1
+    assert "Different: 1 name; can't be told: 1 name; equal: 0" in shown.stdout
 
 
 def test_a_tensor_and_an_object_under_one_name(tmp_path: Path, run_json: Json) -> None:

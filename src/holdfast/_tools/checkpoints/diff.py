@@ -1,7 +1,7 @@
 """Compare two checkpoints by name: names in one only, changed shapes or dtypes, changed content.
 
 If both have a chunk with the same box and the same blocks, their digests are compared and no data is read.
-Otherwise (the same tensor saved in another layout) the bytes of both are read.
+Otherwise (the same tensor saved in another layout) the bytes of both are read. Objects are compared by value.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
+import holdfast
 from holdfast._core.existing.comparing import BoxElements, Difference, check_files, differences
 from holdfast._core.existing.target import checkpoint_at, number
 from holdfast._core.format import plain_objects
@@ -27,6 +30,7 @@ from holdfast._core.plan.agreement import what
 from holdfast._core.store.base import Folder, Store
 from holdfast._core.store.pins import Pin
 from holdfast._core.store.run_folder import step_of
+from holdfast._tools.checkpoints.object_values import are_equal
 
 _Chunks = dict[Box, tuple[int, bytes]]
 """For each chunk: the block size in bytes, and the digests of all blocks."""
@@ -83,6 +87,23 @@ class Compared(msgspec.Struct, frozen=True):
     bytes_read: int
     """Bytes of data that were read; 0 if digests were enough."""
     misplaced: tuple[Misplaced, ...]
+    untold: tuple[Content, ...] = ()
+    """Objects of which it can't be told whether they are equal, because torch's encoding of them is refused,
+    or is of values that have no comparison."""
+
+    @property
+    def is_untold(self) -> bool:
+        """Whether nothing was found to differ, and objects are left of which it can't be told."""
+        differs = self.only_a or self.only_b or self.changed or self.content or self.misplaced
+        return bool(self.untold) and not differs
+
+
+class Decoder(Protocol):
+    """An opened checkpoint (`holdfast.open`)."""
+
+    def decoded(self, name: str, data: bytes) -> object: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -92,6 +113,15 @@ class _Side:
     columns: Columns
     """The rows of common names in both indexes, in the same order."""
     bytes_read: int = 0
+
+    @cached_property
+    def stored(self) -> Decoder:
+        """Decodes objects that are no JSON."""
+        return holdfast.open(self.store)  # by its public name, which is imported at its first use, with torch
+
+    def close(self) -> None:
+        if "stored" in vars(self):
+            self.stored.close()
 
     def chunks(self, row: int) -> _Chunks:
         """Return the digests of each chunk of a tensor."""
@@ -119,6 +149,7 @@ class _IndexComparison:
     sides: list[_Side]
     values: bool
     content: list[Content] = field(default_factory=list)
+    untold: list[Content] = field(default_factory=list)
     changed: list[Changed] = field(default_factory=list)
 
     def row(self, row: int) -> None:
@@ -135,8 +166,10 @@ class _IndexComparison:
     def _object(self, name: str, row: int) -> None:
         """Compare objects by value and type: other bytes may be an equal value (a dict in another order)."""
         a, b = (side.reader(row)(whole(side.columns.shape_of(row))).data.tobytes() for side in self.sides)
-        if not _are_equal(a, b):
-            self.content.append(Content(name, "object", plain_objects.preview(a), plain_objects.preview(b)))
+        equal = are_equal(a, b, lambda data: self.sides[0].stored.decoded(name, data))
+        if not equal:
+            found = Content(name, "object", plain_objects.preview(a), plain_objects.preview(b))
+            (self.untold if equal is None else self.content).append(found)
 
     def _tensor(self, name: str, row: int, mine: _Chunks, theirs: _Chunks) -> None:
         total, differ = _Total(), list[Box]()
@@ -195,18 +228,6 @@ def _numbers(data: Array, dtype: str) -> Array | None:
         return None
 
 
-def _are_equal(a: bytes, b: bytes) -> bool:
-    """Return whether objects of different bytes are known to be equal values of the same types."""
-    # Only plain objects are read: the other format would need torch. Python's own == takes 1, 1.0 and True
-    # for equal, and no NaN for itself.
-    if not a[:1] == b[:1] == plain_objects.PLAIN:
-        return False
-    try:
-        return plain_objects.canonical(a) == plain_objects.canonical(b)
-    except plain_objects.UNREADABLE:
-        return False
-
-
 def compare(a: Folder, b: Folder, values: bool = False) -> Compared:
     """Compare two checkpoints; a run folder stands for its newest committed step.
 
@@ -229,11 +250,12 @@ def compare(a: Folder, b: Folder, values: bool = False) -> Compared:
         both = sorted(set(names_a) & set(names_b))
         sides = [_Side(store, index, index.select(index.find(both))) for store, index in opened]
         work = _IndexComparison(sides, values)
-        for row in range(len(both)):
-            work.row(row)
+        with closing(sides[0]):
+            for row in range(len(both)):
+                work.row(row)
         misplaced = tuple(found for store, index in opened for found in _misplaced(store, index))
     only_a, only_b = sorted(set(names_a) - set(both)), sorted(set(names_b) - set(both))
-    unequal = len(work.changed) + len(work.content)
+    unequal = len(work.changed) + len(work.content) + len(work.untold)
     return Compared(
         stores[0].url,
         stores[1].url,
@@ -245,6 +267,7 @@ def compare(a: Folder, b: Folder, values: bool = False) -> Compared:
         len(both) - unequal,
         sum(side.bytes_read for side in sides),
         misplaced,
+        tuple(work.untold),
     )
 
 

@@ -1,7 +1,7 @@
 """The command line: one module and one library call for each command, and `--json` for its result.
 
 A command's module is imported when that command runs, so that `holdfast --help` and `holdfast latest` start
-fast. Only `import`, `export` and `same` import torch.
+fast. Only `import`, `export` and `same` import torch, and `diff` for objects that are not stored as JSON.
 Exit codes: 0: success. 1: the check failed (damaged, different or missing). 2: the command could not run.
 """
 

@@ -21,10 +21,13 @@ def command(a: str, b: str, values: bool, as_json: bool) -> None:
 
     Digests answer where both are cut alike; where they are not, data is read. Of a run folder the newest
     committed step is compared. Exit code 0: same, 1: different, 2: trouble, such as a data file that is
-    missing.
+    missing, or if nothing differs but of some objects it can't be told.
     """
     comparison = compare(a, b, values)
-    output.report(comparison, as_json, partial(_show, a, b), comparison.same)
+    show = partial(_show, a, b)
+    output.report(comparison, as_json, show, comparison.same or comparison.is_untold)
+    if comparison.is_untold:
+        click.get_current_context().exit(2)
 
 
 def _show(a: str, b: str, comparison: Compared) -> None:
@@ -33,12 +36,13 @@ def _show(a: str, b: str, comparison: Compared) -> None:
         (item.name, "value" if item.kind == "object" else "content", _detail(item))
         for item in comparison.content
     ]
+    rows += [(item.name, "can't be told", f"{item.a} -> {item.b}") for item in comparison.untold]
     for moved in comparison.misplaced:
         output.say(
             f"{moved.path} is a folder of step {moved.folder_step}; its index is of step {moved.index_step}."
         )
     read = f"{size_text(comparison.bytes_read)} of data read"
-    output.print_comparison((a, b), comparison, rows, "name", read)
+    output.print_comparison((a, b), comparison, rows, "name", read, len(comparison.untold))
 
 
 def _detail(item: Content) -> str:

@@ -98,9 +98,11 @@ def print_comparison(
     differ: Sequence[tuple[str, str, str]],
     word: str,
     read: str,
+    untold: int = 0,
 ) -> None:
     """Print the result of a comparison. differ: table rows of names that are in both places and differ; word:
-    the noun for a name; read: text about the amount of data read."""
+    the noun for a name; read: text about the amount of data read; untold: how many of the rows are of names
+    of which it can't be told whether they differ."""
     for letter, place, path in zip("AB", given, (found.a, found.b), strict=True):
         # For a run folder, name the chosen step.
         if os.path.abspath(place) != path:
@@ -112,7 +114,10 @@ def print_comparison(
     if found.same:
         say(f"The same: {count(found.equal, word)}, {read}.")
     else:
-        say(f"Different: {count(len(rows), word)}; equal: {found.equal}; {read}.")
+        different = len(rows) - untold
+        parts = [f"different: {count(different, word)}"] if different else []
+        parts += [f"can't be told: {count(untold, word)}"] if untold else []
+        say(f"{'; '.join(parts).capitalize()}; equal: {found.equal}; {read}.")
 
 
 def count(number: int, word: str) -> str:
