@@ -321,6 +321,14 @@ def test_without_a_state_a_dict_with_numbers_that_was_one_value_stays_a_dict(tmp
     assert holdfast.load(tmp_path / "it")["optim"] == state
 
 
+@pytest.mark.parametrize("value", [1, "x", None, [], ["dict", 5], ["list", []], {"a": 1}], ids=str)
+def test_a_dict_may_have_the_key_that_descriptions_of_states_have(value: object, tmp_path: Path) -> None:
+    state = {"m": {"__structure__": value, "n": 1}, "w": torch.ones(2)}
+    holdfast.save(state, tmp_path / "it", job=ALONE)
+    loaded = holdfast.load(tmp_path / "it")
+    assert (loaded["m"], sorted(loaded)) == (state["m"], ["m", "w"])
+
+
 @pytest.mark.parametrize(
     "arguments", [{"strict": False}, {"on_shape": "skip"}, {"job": ALONE}, {"cast": True}], ids=str
 )

@@ -160,6 +160,15 @@ def _plain(context: object) -> object:
     return [_plain(part) for part in context] if isinstance(context, list) else context
 
 
+def _describes_a_state(value: object) -> bool:
+    """Return whether a value under `STRUCTURE` describes a state, which is a dict. A user's dict may have
+    such a key, too."""
+    match value:
+        case ["dict", [*parts]]:
+            return all(isinstance(part, list) and len(part) == 2 for part in parts)
+    return False
+
+
 def nest(values: Mapping[str, object]) -> State:
     """Return values as nested dicts, with a level for each dot in their names.
 
@@ -168,7 +177,11 @@ def nest(values: Mapping[str, object]) -> State:
     `state_dict`.
     """
     end = f".{STRUCTURE}"
-    described = {name.removesuffix(end): value for name, value in values.items() if name.endswith(end)}
+    described = {
+        name.removesuffix(end): value
+        for name, value in values.items()
+        if name.endswith(end) and _describes_a_state(value)
+    }
     made = {name: build(description, name, values) for name, description in described.items()}
     root: State = {}
     for name, value in sorted({**values, **made}.items()):
