@@ -281,6 +281,28 @@ def test_a_model_that_no_table_knows_is_not_called_different(
     assert holdfast.same(folder, tmp_path / "unknown").same
 
 
+def test_quantized_weights_that_are_not_read_are_not_called_different(tmp_path: Path) -> None:
+    weight = "model.layers.0.self_attn.o_proj.weight"
+    tensors = {weight: torch.ones(16, 16), "model.norm.weight": torch.ones(16)}
+    packed = {weight.replace("weight", "qweight"): torch.ones(2, 16, dtype=torch.int32)}
+    sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 4)
+    config = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 8, "hidden_size": 16, **sizes}
+    for kind, some in (("plain", tensors), ("gptq", {"model.norm.weight": torch.ones(16), **packed})):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps(config))
+        rewrite(tmp_path / kind, some)
+    edit_config(tmp_path / "gptq", quantization_config={"quant_method": "gptq"})
+    fused = {"decoder.layers.0.self_attention.linear_proj.weight": torch.ones(16, 16)}
+    for kind, some in (("step", tensors), ("fused", fused)):
+        holdfast.save(some, tmp_path / kind, job=holdfast.Job(no_dist=True))
+    for one in ("plain", "step", "fused"):
+        for pair in ((one, "gptq"), ("gptq", one)):
+            with pytest.raises(BadInput, match="qweight' quantized by gptq, which Holdfast does not read"):
+                holdfast.same(*(tmp_path / each for each in pair))
+    left = holdfast.same(tmp_path / "step", tmp_path / "gptq", include=["model.norm"])
+    assert (left.same, left.equal) == (True, 1)
+
+
 def test_a_broken_tie_is_named(model: tuple[Path, Path], tmp_path: Path) -> None:
     folder, step = model
     tensors = weights(folder)

@@ -7,6 +7,9 @@ from typing import NamedTuple
 from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import TensorSpec
 
+UNTOLD = frozenset({"dtypes", "quantized"})
+"""Details of errors about tensors that can't be compared. That is no difference."""
+
 
 class Region(NamedTuple):
     box: Box

@@ -26,7 +26,7 @@ from holdfast._models.equality.adapted import alternatives, merge_told, side_wit
 from holdfast._models.equality.eight_bits import goes_with, multiplied
 from holdfast._models.equality.name_prefix import leave_out_prefix
 from holdfast._models.equality.pair_reader import PairReader
-from holdfast._models.equality.pairs import Pair, Region
+from holdfast._models.equality.pairs import UNTOLD, Pair, Region
 from holdfast._models.equality.parts import wrong_ranks
 from holdfast._models.equality.sides import (
     FolderOrFingerprints,
@@ -148,7 +148,7 @@ class _Comparison:
                 if pair is not None:
                     self._compare(pair)
             except (BadInput, MissingTensors, ShapeMismatch) as error:  # from a published model
-                if isinstance(error, BadInput) and (self._live or "dtypes" in error.details):
+                if isinstance(error, BadInput) and (self._live or UNTOLD & error.details.keys()):
                     raise
                 self.unlike.append(Unlike(name, what(spec), error.message))
                 self._other.used |= self._parts(spec)  # reported already
@@ -164,6 +164,7 @@ class _Comparison:
         if self._view is not None and isinstance(self._lead, LiveSide) and self._lead.is_engine:
             self.not_in_engine = [name for name in left if self._view.predicts_further(name)]
             left = [name for name in left if name not in self.not_in_engine]
+        self._lead.refuse_quantized(left)
         self.only[1].extend(left)
 
     def _refuse_unknown(self, mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]) -> None:
@@ -219,6 +220,8 @@ class _Comparison:
     ) -> Pair | None:
         """Decide how to compare a tensor; None if it is already reported and needs no comparison."""
         folder = self._other.published
+        if theirs is None:
+            self._other.refuse_quantized([spec.name])
         if theirs is None and (folder is None or self._view is None or not self._view.knows(spec.name)):
             self.only[0].append(spec.name)
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -58,6 +58,9 @@ class LiveSide:
 
     def packed(self) -> dict[str, PackedForm]:
         return {}
+
+    def refuse_quantized(self, names: Iterable[str]) -> None:
+        """Do nothing: a state has no other forms of its tensors."""
 
     def objects(self) -> list[str]:
         return []
@@ -142,6 +145,12 @@ class FolderSide:
             return {}
         forms = {name: model.packed(name) for name in map(unpacked_name, self._specs)}
         return {name: form for name, form in forms.items() if form is not None}
+
+    def refuse_quantized(self, names: Iterable[str]) -> None:
+        """Raise BadInput if one of these is here in a quantized form that is not read: that is neither there,
+        to be compared, nor missing."""
+        for name in names if self.published is not None else ():
+            self.published.refuse_quantized(name)
 
     def unpack(self, forms: Mapping[str, PackedForm]) -> None:
         """From now on, have these tensors unpacked and multiplied by their scales."""

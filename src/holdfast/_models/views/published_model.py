@@ -171,7 +171,7 @@ class PublishedModel(ForeignSource):
                 f"Holdfast does not read.",
                 hint="Give the folder of the model before it was quantized; its README mostly names it "
                 "(base_model).",
-                details={"tensor": name},
+                details={"tensor": name, "quantized": method or ""},
             )
 
 
