@@ -149,8 +149,9 @@ class FolderSide:
     def refuse_quantized(self, names: Iterable[str]) -> None:
         """Raise BadInput if one of these is here in a quantized form that is not read: that is neither there,
         to be compared, nor missing."""
-        for name in names if self.published is not None else ():
-            self.published.refuse_quantized(name)
+        if (model := self.published) is not None:
+            for name in names:
+                model.refuse_quantized(name)
 
     def unpack(self, forms: Mapping[str, PackedForm]) -> None:
         """From now on, have these tensors unpacked and multiplied by their scales."""
