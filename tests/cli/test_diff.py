@@ -144,10 +144,13 @@ def test_values_of_another_type_differ(a: object, b: object, equal: bool, tmp_pa
 
 
 PARTS = [1, 2]
+SPARSE = torch.eye(3).to_sparse()
 OTHERS: list[tuple[object, object, bool]] = [
     ([PARTS, PARTS, torch.bfloat16], [[1, 2], [1, 2], torch.bfloat16], True),
     ({"a": np.arange(3), "b": 1}, {"b": 1, "a": np.arange(3)}, True),
     ({"t": torch.Size([2]), 1: np.float32(math.nan)}, {1: np.float32(math.nan), "t": torch.Size([2])}, True),
+    ([SPARSE, PARTS, PARTS], [SPARSE.clone(), [1, 2], [1, 2]], True),
+    ([SPARSE], [SPARSE * 2], False),
     (torch.bfloat16, torch.float16, False),
     (np.arange(3), np.arange(3.0), False),
     ([np.zeros(1)], [-np.zeros(1)], False),

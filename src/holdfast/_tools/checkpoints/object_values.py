@@ -9,14 +9,24 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from holdfast._core.format import plain_objects
 from holdfast.errors import HoldfastError
 
+if TYPE_CHECKING:
+    import torch
+
 _LEAVES = ("torch.dtype", "torch.device", "torch.Size", "torch.layout", "torch.memory_format")
 """Types whose == is true only of the same value."""
+_SPARSE = {
+    "sparse_coo": ("_indices", "_values"),
+    **dict.fromkeys(("sparse_csr", "sparse_bsr"), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys(("sparse_csc", "sparse_bsc"), ("ccol_indices", "row_indices", "values")),
+}
+"""The parts of a sparse tensor, by its layout: what it stores is its value."""
 
 
 def are_equal(a: bytes, b: bytes, decode: Callable[[bytes], object]) -> bool | None:
@@ -34,7 +44,7 @@ def are_equal(a: bytes, b: bytes, decode: Callable[[bytes], object]) -> bool | N
         if made != [None, None]:  # what is not JSON is of other types than what is
             return made[0] == made[1]
         return _alike(*values)
-    except (HoldfastError, *plain_objects.UNREADABLE):
+    except (HoldfastError, RuntimeError, *plain_objects.UNREADABLE):  # torch's own refusals are RuntimeErrors
         return None
 
 
@@ -60,7 +70,7 @@ def _alike(a: object, b: object) -> bool | None:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple) and type(a) in (list, tuple):
         return len(a) == len(b) and _all(_alike(x, y) for x, y in zip(a, b, strict=True))
     kind = f"{type(a).__module__}.{type(a).__qualname__}"
-    if kind in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+    if getattr(a, "is_nested", False) or kind in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         return _are_alike_tensors(a, b)
     if isinstance(a, np.ndarray | np.generic) and isinstance(b, np.ndarray | np.generic):
         return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
@@ -85,12 +95,28 @@ def _are_alike_tensors(a: object, b: object) -> bool | None:
 
     assert isinstance(a, torch.Tensor)
     assert isinstance(b, torch.Tensor)
-    if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
+    if (a.dtype, a.layout, a.is_nested, a.is_quantized) != (b.dtype, b.layout, b.is_nested, b.is_quantized):
         return False
-    if a.layout is not torch.strided or a.is_quantized:
+    if a.is_nested:
+        return _alike(list(a.unbind()), list(b.unbind()))
+    if a.shape != b.shape:
+        return False
+    if a.is_quantized:
         return None
-    x, y = (one.detach().contiguous().reshape(-1).view(torch.uint8) for one in (a, b))
-    return torch.equal(x, y)
+    if a.layout is torch.strided:
+        x, y = (one.detach().contiguous().reshape(-1).view(torch.uint8) for one in (a, b))
+        return torch.equal(x, y)
+    return _are_alike_sparse(a, b)
+
+
+def _are_alike_sparse(a: torch.Tensor, b: torch.Tensor) -> bool | None:
+    kind = str(a.layout).removeprefix("torch.")
+    if kind not in _SPARSE:
+        return None
+    mine, theirs = ([getattr(one.detach(), name)() for name in _SPARSE[kind]] for one in (a, b))
+    if _alike(mine, theirs) or kind != "sparse_coo" or (a.is_coalesced() and b.is_coalesced()):
+        return _alike(mine, theirs)
+    return None  # an element may be the sum of several
 
 
 def _all(found: Iterable[bool | None]) -> bool | None:
