@@ -504,6 +504,21 @@ def test_data_that_can_not_be_read_now_is_not_told_as_damage(
         holdfast.same(a, a)
 
 
+def test_a_pattern_to_include_that_matches_no_name_is_refused(tmp_path: Path) -> None:
+    """What it was to name would be left out of the comparison."""
+    for place, b in (("a", 1.0), ("b", 2.0)):
+        state = {"model": {"a": torch.ones(2), "b": torch.full((2,), b)}}
+        holdfast.save(
+            state if place == "a" else state["model"], tmp_path / place, job=holdfast.Job(no_dist=True)
+        )
+    pair = tmp_path / "a", tmp_path / "b"
+    for patterns in (["a"], ["model.a"], ["model.a", "a"]):
+        assert holdfast.same(*pair, include=patterns).equal == 1
+    assert not holdfast.same(*pair, include=["a", "b"]).same
+    with pytest.raises(BadInput, match=r"^include: no weight in either place has a name that matches 'B'"):
+        holdfast.same(*pair, include=["a", "B"])
+
+
 @pytest.mark.parametrize("argument", ["include", "exclude"])
 def test_patterns_are_a_list(tmp_path: Path, argument: str) -> None:
     a = spread(weights(), tmp_path / "a", 1)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from holdfast._core.layout.patterns import selector
 from holdfast._models.equality.sides import Side
 from holdfast._models.views.prefixes import prefix_of, prefixes_of
+from holdfast.errors import BadInput
 
 
 def leave_out_prefix(
@@ -16,7 +17,8 @@ def leave_out_prefix(
     """Find such a prefix, and leave it out. Return a function that tells whether patterns keep a name; they
     may be of names with the prefix, or without it.
 
-    Raises BadInput if one side holds several models, each under another prefix, beside a published one.
+    Raises BadInput if one side holds several models, each under another prefix, beside a published one, and
+    for a pattern to include that matches no name: what it was to name would be passed over.
     """
     wanted, allowed = selector((include, None)), selector((None, exclude))
 
@@ -48,6 +50,11 @@ def leave_out_prefix(
             if len(several) == 1 and leave_out(side, several[0]):
                 changed = side
                 break
+    stored_names = [side.stored_name(name) for side in (lead, other) for name in side.weights()]
+    for pattern in include or ():
+        one = selector(([pattern], None))
+        if not any(map(one, (*stored_names, *lead.weights(), *other.weights()))):
+            raise BadInput(f"include: no weight in either place has a name that matches {pattern!r}.")
     if changed is None:
         return lambda name: wanted(name) and allowed(name)
     stored = changed.stored_name
