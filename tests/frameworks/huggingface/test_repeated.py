@@ -89,14 +89,21 @@ def test_an_export_of_which_a_byte_changed_is_not_done(published: Path, step: Pa
     assert holdfast.same(out, published).same
 
 
-def test_an_export_of_one_file_goes_nowhere_where_an_index_names_others(
-    published: Path, step: Path, tmp_path: Path
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "adapter_config.json"])
+def test_an_export_goes_nowhere_where_a_file_names_other_weights(
+    name: str, published: Path, step: Path, tmp_path: Path
 ) -> None:
-    """transformers takes `model.safetensors` first, other readers the index."""
+    """transformers takes `model.safetensors` before an index, other readers do not; of a folder with the
+    configuration of an adapter it takes the base model that this names."""
     out = tmp_path / "out"
+    (published / name).write_text("{}")
+    if name == "adapter_config.json":
+        import_(published, tmp_path / "imported", job=ALONE)
+        export(tmp_path / "imported", tmp_path / "first", like=published, job=ALONE)
+        assert not any((tmp_path / made / name).exists() for made in ("imported", "first"))
     out.mkdir()
-    (out / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
-    with pytest.raises(BadInput, match=r"holds model\.safetensors\.index\.json, and this export is one file"):
+    (out / name).write_text("{}")
+    with pytest.raises(BadInput, match=f"holds {name}, which is not of this export"):
         export(step, out, like=published, job=ALONE)
     assert len(list(out.iterdir())) == 1
 

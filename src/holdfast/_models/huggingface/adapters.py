@@ -30,7 +30,7 @@ from holdfast._models.huggingface.export import ExportReport
 from holdfast._models.huggingface.whole_files import WholeFiles
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.adapter import ADAPTER_WEIGHTS, PREFIX, Adapter, file_name
-from holdfast._models.views.adapter_config import ADAPTER_CONFIG, AdapterConfig, read_adapter_config
+from holdfast._models.views.adapter_config import AdapterConfig, read_adapter_config
 from holdfast.errors import BadInput, MissingTensors
 
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<which>[AB])(?:\.weight)?")
@@ -56,8 +56,8 @@ def export_adapter(
     """
     store, configured, target = checkpoint_at(source), open_store(like), open_local(out, "holdfast.export")
     config = read_adapter_config(configured)
-    said = read_file(configured, ADAPTER_CONFIG) or b""
-    if taken := {ADAPTER_CONFIG, ADAPTER_WEIGHTS} & {*target.list()}:
+    said = read_file(configured, hf.ADAPTER_CONFIG) or b""
+    if taken := {hf.ADAPTER_CONFIG, ADAPTER_WEIGHTS} & {*target.list()}:
         raise BadInput(f"{target.url} holds {min(taken)} already.", hint="Export into a new folder.")
     with closing(Pin(store)), open_source(store) as opened:
         names = [one for one in opened.names() if is_weight(one)]
@@ -87,7 +87,7 @@ def export_adapter(
                 target.remove()
             raise
         file.finish()
-        put_files(target, {ADAPTER_CONFIG: said})
+        put_files(target, {hf.ADAPTER_CONFIG: said})
         step = opened.about.get("step")
     return ExportReport(target.url, step if isinstance(step, int) else None, len(tensors), position, 1)
 

@@ -285,18 +285,15 @@ class _Export(CollectiveTask):
     def _refuse_others(self) -> None:
         """Raise BadInput if the folder holds another model than this export, finished or not."""
         files = dict(self._files)
-        names = self.out.list()
-        for name in sorted(filter(hf.is_weights_file, names)):
-            if name not in files or self._finished(name, files[name]) is None:
+        # By these, readers would look for weights elsewhere.
+        misleading = [hf.ADAPTER_CONFIG, *([hf.WEIGHTS_INDEX] if len(files) == 1 else [])]
+        for name in self.out.list():
+            is_mine = name in files and self._finished(name, files[name]) is not None
+            if name in misleading or (hf.is_weights_file(name) and not is_mine):
                 raise BadInput(
                     f"{self.out.url} holds {name}, which is not of this export, or no longer whole.",
                     hint="Export into a new folder, or the one of an export that was interrupted.",
                 )
-        if len(files) == 1 and hf.WEIGHTS_INDEX in names:  # by which some readers would look for weights
-            raise BadInput(
-                f"{self.out.url} holds {hf.WEIGHTS_INDEX}, and this export is one file, without an index.",
-                hint="Export into a new folder.",
-            )
         refuse_changed(self.out, carried(self.base, partial(exported_config, files=self._files)))
 
     def _remove_others(self) -> None:

@@ -15,7 +15,6 @@ from holdfast._core.store.base import Store
 from holdfast._models.views import hub_format as hf
 from holdfast.errors import BadInput
 
-ADAPTER_CONFIG = "adapter_config.json"
 _CONFIG_BYTES = 1 << 20
 _METHODS = {
     "LOHA": "LoHa",
@@ -135,8 +134,8 @@ class AdapterConfig:
 
 def read_adapter_config(store: Store) -> AdapterConfig:
     """Read the configuration of an adapter's folder. BadInput if it has none, or one that is not read."""
-    where = f"{store.url}/{ADAPTER_CONFIG}"
-    data = read_file(store, ADAPTER_CONFIG, _CONFIG_BYTES)
+    where = f"{store.url}/{hf.ADAPTER_CONFIG}"
+    data = read_file(store, hf.ADAPTER_CONFIG, _CONFIG_BYTES)
     if data is None:
         raise BadInput(
             f"There is no {where}: {store.url} is no folder of an adapter.",

@@ -31,6 +31,9 @@ WEIGHTS_NAMED = "transformers_weights"
 """The configuration key that names another file instead of these two."""
 CONFIG = "config.json"
 """The configuration of the model: its type and its sizes."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""The configuration of an adapter. In a folder that has one, transformers takes the weights of the base model
+that it names, whatever else the folder has, if PEFT is installed."""
 CONFIG_DTYPES = ("dtype", "torch_dtype")
 """Configuration keys for the dtype of the weights: in transformers 5, and before."""
 CARRIED = (".json", ".txt", ".model", ".py", ".jinja", ".md", ".tiktoken")
@@ -163,4 +166,5 @@ def is_constant(name: str) -> bool:
 
 def is_carried(name: str) -> bool:
     """Return whether this is the name of a file that belongs to a model besides weights and their indexes."""
-    return name.endswith(CARRIED) and not name.endswith(".index.json") and not name.startswith(".")
+    is_other = name.endswith(".index.json") or name.startswith(".") or name == ADAPTER_CONFIG
+    return name.endswith(CARRIED) and not is_other
