@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 import holdfast
 from tests.cli.conftest import Run
@@ -99,6 +100,12 @@ def test_what_is_no_checkpoint_is_not_imported(tmp_path: Path, run: Run) -> None
     assert (
         "is a Holdfast checkpoint already"
         in run("import", "torch_dist", tmp_path / "new", tmp_path / "b").stderr
+    )
+    (tmp_path / "model").mkdir()
+    save_file({"w": torch.zeros(3)}, tmp_path / "model" / "model.safetensors")
+    assert (
+        "model is no checkpoint of torch DCP or megatron-core: there is no .metadata."
+        in run("import", "torch_dist", tmp_path / "model", tmp_path / "b").stderr
     )
     assert (
         "no committed checkpoint" in run("import", "torch_dist", tmp_path / "nothing", tmp_path / "b").stderr

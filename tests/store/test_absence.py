@@ -86,6 +86,16 @@ def test_a_folder_of_hugging_face_that_is_not_read(name: str, tmp_path: Path) ->
     assert FOREIGN[name] in caught.value.message
 
 
+def test_a_repository_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots" / "abc123").mkdir(parents=True)
+    error = refused(tmp_path)
+    assert "in the cache of the Hugging Face hub, with 1 revision." in error.message
+    assert f"Give the folder of a revision: {tmp_path}/snapshots/abc123." in error.hint
+    with pytest.raises(BadInput, match="in the cache of the Hugging Face hub, with 1 revision"):
+        huggingface.import_(tmp_path, tmp_path / "out", job=holdfast.Job(no_dist=True))
+
+
 def test_a_published_model_where_only_our_own_checkpoints_will_do(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(NotCommitted, match="it is a published model, not a checkpoint of Holdfast"):

@@ -9,6 +9,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from typing import TypeAlias
 
+from holdfast._core.base.values import amount
 from holdfast._core.format.names import (
     DATA,
     INDEX,
@@ -252,7 +253,20 @@ _FOREIGN = "a checkpoint in another format", "checkpoints in other formats"
 
 def explain_model(store: Store) -> Reason | None:
     """Describe a folder written by Hugging Face's libraries, as a clause, with a hint; None for others."""
-    return _model(store, store.list())
+    names = store.list()
+    return _model(store, names) or _in_cache(store, names)
+
+
+def _in_cache(store: Store, names: list[str]) -> Reason | None:
+    """Explain the folder of a model in the cache of the hub, which has a folder for each revision."""
+    if not {"blobs/", "snapshots/"} <= {*names}:
+        return None
+    found = [name[:-1] for name in store.list("snapshots") if name.endswith("/")]
+    hint = f"Give the folder of a revision: {store.url}/snapshots/{found[0] if found else '...'}."
+    return (
+        f"it is a repository in the cache of the Hugging Face hub, with {amount(len(found), 'revision')}",
+        hint,
+    )
 
 
 def _model(store: Store, names: list[str]) -> Reason | None:
@@ -334,6 +348,7 @@ _EXPLAINED = (
     _unfinished,
     _complete_model,
     _zero,
+    _in_cache,
     _inside,
     _model,
     _empty,

@@ -32,6 +32,7 @@ from holdfast._core.format.names import (
     COMMON_SHARD,
     CONFIG,
     HOLDFAST_CONFIG,
+    INDEX,
     MARKER_HEAD,
     METADATA,
     SHARD,
@@ -114,7 +115,12 @@ def import_torch_dist(
     # Open until the save has ended, because a chunk is read when it is written.
     with open_source(store) as opened:
         if not isinstance(opened, TorchDist):
-            raise BadInput(f"{store.url} is a Holdfast checkpoint already.")
+            if store.stat(INDEX) is not None:
+                raise BadInput(f"{store.url} is a Holdfast checkpoint already.")
+            raise BadInput(
+                f"{store.url} is no checkpoint of torch DCP or megatron-core: there is no {METADATA}.",
+                hint="A published model is for `holdfast import hf`.",
+            )
         report = run_import(
             store,
             target,
