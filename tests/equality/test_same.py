@@ -35,6 +35,7 @@ from holdfast.errors import (
 from tests.store.faults import FOREVER, Faults
 from tests.support.threads import on_ranks
 
+ROUNDED = {"value": "0" * 32, "inexact": False, "lost": [], "has_nan": False}
 PLAIN, MARKED = holdfast.Options(), holdfast.Options(fingerprint=True)
 
 
@@ -303,6 +304,25 @@ def test_fingerprints_are_compared_as_json_has_them(tmp_path: Path) -> None:
     ):
         with pytest.raises(BadInput, match="what fingerprint"):
             holdfast.same(tmp_path / "a", spoiled)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dtype": "float33"},
+        {"shape": [-1]},
+        {"value": ""},
+        {"value": "0" * 31 + "F"},
+        {"rounded": {"x": ROUNDED}},
+    ],
+    ids=str,
+)
+def test_what_is_no_fingerprint_is_not_called_a_difference(wrong: dict[str, Any], tmp_path: Path) -> None:
+    job = holdfast.Job(no_dist=True)
+    holdfast.save(weights(), tmp_path / "a", job=job)
+    sent = json.loads(msgspec.json.encode(holdfast.fingerprint(weights(), job=job)))
+    with pytest.raises(BadInput, match="What is given for 'norm' is no fingerprint of a tensor"):
+        holdfast.same(tmp_path / "a", sent | {"norm": sent["norm"] | wrong})
 
 
 def test_two_live_states_are_told_apart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from holdfast._models.views.quantized import unpacked_name
 from holdfast._models.views.sources import IndexedModel
 from holdfast.errors import BadInput, NotCommitted
 
+_VALUE = re.compile(r"[0-9a-f]{32}")
 FolderOrFingerprints = Folder | Mapping[str, Fingerprint] | Message
 
 
@@ -231,7 +233,26 @@ def _fingerprints(place: Mapping[str, object]) -> Mapping[str, Fingerprint]:
         found: dict[str, Fingerprint] = msgspec.convert(place, ready(dict[str, kind]))  # type: ignore[valid-type]
     except msgspec.ValidationError:
         raise BadInput("A state is compared by what fingerprint(state) says of it.") from None
+    for name, one in found.items():
+        if not _is_valid(one):
+            raise BadInput(
+                f"What is given for {name!r} is no fingerprint of a tensor, by its dtype, shape or value.",
+                hint="A state is compared by what fingerprint(state) says of it, unchanged.",
+                details={"tensor": name},
+            )
     return found
+
+
+def _is_valid(known: Fingerprint) -> bool:
+    """Return whether fingerprints of another process can be those of a tensor. Others equal nothing, which
+    would be told as a difference."""
+    is_engines = isinstance(known, EngineFingerprint)  # whose value is empty if its ranks differ
+    values = [known.value, *(one.value for one in known.rounded.values())]
+    return (
+        {known.dtype, *known.rounded} <= CODE_OF.keys()
+        and min(known.shape, default=0) >= 0
+        and all(_VALUE.fullmatch(value) or (is_engines and not value) for value in values)
+    )
 
 
 def open_sides(a: FolderOrFingerprints, b: FolderOrFingerprints, opened: ExitStack) -> tuple[Side, Side]:
