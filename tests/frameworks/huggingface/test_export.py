@@ -301,6 +301,22 @@ def test_a_folder_without_weights_can_tell_nothing_of_what_is_missing(
     assert weights(tmp_path / "out").keys() == weights(folder).keys()
 
 
+def test_a_folder_without_weights_tells_how_many_layers_there_are(tmp_path: Path) -> None:
+    """Of names as published, which otherwise nothing compares with the configuration."""
+    tensors = {f"model.layers.{layer}.input_layernorm.weight": torch.ones(8) for layer in (0, 1)}
+    step, like = saved(tensors, tmp_path / "step"), tmp_path / "like"
+    like.mkdir()
+    sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"), 2)
+    for layers in (2, 3):
+        config = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": 8, **sizes}
+        (like / "config.json").write_text(json.dumps(config))
+        if layers == 2:
+            assert export(step, tmp_path / "out", like=like, strict=False).tensors == 2
+            continue
+        with pytest.raises(MissingTensors, match=r"nothing for layer 2, and .*config.json says .* 3 layers"):
+            export(step, tmp_path / "no", like=like, strict=False)
+
+
 def test_an_output_beside_a_tied_embedding_is_not_dropped(model: tuple[Path, Path], tmp_path: Path) -> None:
     folder, step = model
     shutil.copytree(folder, tmp_path / "tied")

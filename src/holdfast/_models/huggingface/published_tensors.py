@@ -3,8 +3,10 @@ the file of each."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +45,7 @@ from holdfast._models.views.quantized import unpacked_name
 from holdfast._models.views.segments import Segment
 from holdfast.errors import BadInput, CoverageError, MissingTensors
 
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 OUTPUTS = ("output_layer.weight", OUTPUT)
 """Names of an output layer, Megatron's and transformers'."""
 
@@ -179,6 +182,7 @@ def plan_export(
                 f"{base.url} holds no weights, so whether the checkpoint has all of the model can't be told.",
                 hint="Give a folder with weights, or strict=False (--partial).",
             )
+        _check_layers(tensors, view, base.url)
         return tensors, [], part
     missing = _missing(tensors, folder, base.url)
     needed = missing
@@ -298,6 +302,22 @@ def _check_covered(tensor: PublishedTensor, where: str) -> None:
             f"index {list(problem.place)} on.",
             hint="Layers or experts are missing from the checkpoint, or the folder is another model's.",
             details={"tensor": tensor.name},
+        )
+
+
+def _check_layers(tensors: Sequence[PublishedTensor], view: View, where: str) -> None:
+    """Raise MissingTensors if a whole layer is missing that the configuration announces: transformers would
+    give it random elements."""
+    if view.is_of_no_table:
+        return
+    inner = (_LAYER.search(tensor.name) for tensor in tensors if view.is_of_language_model(tensor.name))
+    numbers = {int(found[1]) for found in inner if found}
+    lacking = next(number for number in count() if number not in numbers)
+    if numbers and lacking < view.sizes["num_hidden_layers"]:
+        raise MissingTensors(
+            f"The checkpoint has nothing for layer {lacking}, and {where}/{hf.CONFIG} says that there are "
+            f"{view.sizes['num_hidden_layers']} layers.",
+            hint="Give the config.json of the model as it was trained.",
         )
 
 
