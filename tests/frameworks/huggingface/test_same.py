@@ -303,6 +303,31 @@ def test_quantized_weights_that_are_not_read_are_not_called_different(tmp_path: 
     assert (left.same, left.equal) == (True, 1)
 
 
+def test_patterns_of_published_names_do_not_leave_out_what_they_name(tmp_path: Path) -> None:
+    """The names that are compared are those of the checkpoint, where these are others."""
+    tensors = {
+        "model.layers.0.self_attn.o_proj.weight": torch.ones(16, 16),
+        "model.norm.weight": torch.ones(16),
+    }
+    sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 4)
+    config = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 8, "hidden_size": 16, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rewrite(tmp_path, tensors)
+    linear, norm = "decoder.layers.0.self_attention.linear_proj.weight", "decoder.final_layernorm.weight"
+    state = {linear: torch.zeros(16, 16), norm: torch.ones(16)}
+    holdfast.save(state, tmp_path / "step", job=holdfast.Job(no_dist=True))
+    for patterns in (["model.layers"], ["model.layers", norm]):
+        for pair in ((tmp_path, tmp_path / "step"), (tmp_path / "step", tmp_path)):
+            with pytest.raises(
+                BadInput, match=rf"o_proj.weight' of .* is compared as '{linear}' of .*step, which"
+            ):
+                holdfast.same(*pair, include=patterns)
+    assert names(holdfast.same(tmp_path / "step", tmp_path, include=["decoder.layers"])) == {linear}
+    assert holdfast.same(tmp_path / "step", tmp_path, exclude=["decoder.layers"]).equal == 1
+    with pytest.raises(BadInput, match="Neither place has a weight"):
+        holdfast.same(tmp_path / "step", tmp_path, exclude=["decoder"])
+
+
 def test_a_broken_tie_is_named(model: tuple[Path, Path], tmp_path: Path) -> None:
     folder, step = model
     tensors = weights(folder)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from holdfast._core.layout.patterns import selector
 from holdfast._models.equality.sides import Side
@@ -59,3 +59,16 @@ def leave_out_prefix(
         return lambda name: wanted(name) and allowed(name)
     stored = changed.stored_name
     return lambda name: (wanted(name) or wanted(stored(name))) and allowed(name) and allowed(stored(name))
+
+
+def refuse_passed(passed: Mapping[str, str], chosen: Sequence[str], lead: Side, other: Side) -> None:
+    """Raise BadInput if patterns choose a published tensor, and not the one that it is compared as.
+
+    passed: the tensors of `lead` that no pattern chooses, by the published ones that they are made of.
+    """
+    if hidden := [name for name in chosen if name in passed]:
+        raise BadInput(
+            f"include: {hidden[0]!r} of {other.where} is compared as {passed[hidden[0]]!r} of {lead.where}, "
+            "which no pattern matches.",
+            hint=f"Give patterns of the names in {lead.where}.",
+        )

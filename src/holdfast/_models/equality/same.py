@@ -24,7 +24,7 @@ from holdfast._core.plan.agreement import what
 from holdfast._core.protocol.call import check_names
 from holdfast._models.equality.adapted import alternatives, merge_told, side_with_adapter
 from holdfast._models.equality.eight_bits import goes_with, multiplied
-from holdfast._models.equality.name_prefix import leave_out_prefix
+from holdfast._models.equality.name_prefix import leave_out_prefix, refuse_passed
 from holdfast._models.equality.pair_reader import PairReader
 from holdfast._models.equality.pairs import UNTOLD, Pair, Region
 from holdfast._models.equality.parts import wrong_ranks
@@ -82,10 +82,9 @@ def same(
         lead, other = (second, first) if swapped else (first, second)
         keep = leave_out_prefix(lead, other, include, exclude)
         work = _Comparison(lead, other, where, progress)
-        work.run(keep)
-    only, unlike = work.only, work.unlike
+        work.run(keep, include is not None)
+    only, unlike = work.only[:: -1 if swapped else 1], work.unlike
     if swapped:
-        only = only[::-1]
         unlike = [msgspec.structs.replace(one, a=one.b, b=one.a) for one in unlike]
     adapted = side_with_adapter((lead, other))
     merge = "" if adapted is None else merge_told((lead, other)[1 - adapted].where, work.changed, unlike)
@@ -130,15 +129,15 @@ class _Comparison:
         self.only: tuple[list[str], list[str]] = ([], [])
         self.not_in_engine: list[str] = []
 
-    def run(self, keep: Callable[[str], bool]) -> None:
+    def run(self, keep: Callable[[str], bool], is_chosen: bool) -> None:
         mine, theirs = self._lead.weights(), self._other.weights()
         self._refuse_unknown(mine, theirs)
         prints = self._lead.fingerprints(), self._other.fingerprints()
         self._multiplied = multiplied((self._lead, self._other), (mine, theirs), prints, self._parts)
-        compared = 0
+        compared, passed = 0, dict[str, str]()
         for name, spec in mine.items():
             if not keep(name):
-                self._other.used |= self._parts(spec)  # its published tensors are excluded, too
+                passed |= dict.fromkeys(self._parts(spec), name)  # which are excluded, too
                 continue
             compared += 1
             if self._goes_with_its_tensor(name, mine, theirs):
@@ -153,10 +152,12 @@ class _Comparison:
                 self.unlike.append(Unlike(name, what(spec), error.message))
                 self._other.used |= self._parts(spec)  # reported already
         left = [name for name in theirs if name not in mine and keep(name)]
+        refuse_passed(passed if is_chosen else {}, left, self._lead, self._other)
+        # In a published model, only tensors that are not part of any tensor on the other side.
+        self._other.used |= passed.keys()
+        left = [name for name in left if name not in self._other.used and not self._is_scale(name, theirs)]
         if not compared and not left:
             raise BadInput("Neither place has a weight that include= and exclude= leave.")
-        # In a published model, only tensors that are not part of any tensor on the other side.
-        left = [name for name in left if name not in self._other.used and not self._is_scale(name, theirs)]
         tied = self._other.published.tied if self._other.published is not None else None
         if tied is not None and tied[0] in left:
             left.remove(tied[0])
@@ -235,8 +236,7 @@ class _Comparison:
         if mine.dtype == IN_8_BITS == stored[0][0]:
             self._unscaled |= {spec.name} if theirs is not None else self._parts(spec)
         if mine.shape != other.shape:
-            text = what(other._replace(dtype=stored[0][0]))
-            self.unlike.append(Unlike(spec.name, what(mine), text))
+            self.unlike.append(Unlike(spec.name, what(mine), what(other._replace(dtype=stored[0][0]))))
             return None
         dtypes = [less_exact(mine.dtype, dtype) for dtype, _ in stored]
         if None in dtypes:
