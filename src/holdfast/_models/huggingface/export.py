@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import groupby
@@ -40,12 +40,12 @@ from holdfast._core.store.pins import Pin
 from holdfast._models.conversion.folder import carried, put_files, refuse_changed
 from holdfast._models.huggingface.assembling import PublishedPart, assemble, assemble_quantized
 from holdfast._models.huggingface.export_metadata import (
-    DataSums,
+    DataDigest,
     Files,
+    check_data,
     data_said,
     exported_config,
     file_header,
-    fingerprint_of,
     weights_index,
 )
 from holdfast._models.huggingface.published_tensors import (
@@ -307,25 +307,24 @@ class _Export(CollectiveTask):
         """Write one file, unless an earlier export has finished it."""
         start = len(file_header(tensors, self._identity))
         if (said := self._finished(name, tensors)) is not None:
-            self._check(name, start, said)
+            check_data(self.out, name, start, said, self._advance)
             return
-        file, sums = WholeFiles(self.out.root).create(name), DataSums()
+        file, digest = WholeFiles(self.out.root).create(name), DataDigest()
         try:
             # The slabs are assembled one after the other, by whichever thread has written its last one.
-            write = partial(self._write_slab, file, start, sums)
-            on_threads(_THREADS, "holdfast-export", write, self._slabs(tensors, start))
+            slabs = _digested(self._slabs(tensors, start), digest.update)
+            on_threads(_THREADS, "holdfast-export", partial(self._write_slab, file), slabs)
             for tensor in tensors:
                 tensor.check_zeros()
-            file.write_at(0, [file_header(tensors, self._identity, sums.fingerprint())])
+            file.write_at(0, [file_header(tensors, self._identity, digest.hexdigest())])
         except BaseException:
             file.discard()
             raise
         file.finish()
 
-    def _write_slab(self, file: Writer, start: int, sums: DataSums, slab: _Slab) -> None:
-        """Write a slab, and add its bytes to the sums. start: where the data of the file begins."""
+    def _write_slab(self, file: Writer, slab: _Slab) -> None:
+        size = sum(map(len, slab.buffers))
         file.write_at(slab.offset, slab.buffers)
-        size = sums.add(slab.offset - start, slab.buffers)
         with self._lock:
             self._free.append(slab.memory)
             self._written += size
@@ -336,20 +335,9 @@ class _Export(CollectiveTask):
         self.doing(f"writing, {self._done} of {self._total} bytes")
         self._progress(self._done, self._total)
 
-    def _check(self, name: str, start: int, said: str) -> None:
-        """Raise BadInput unless a finished file still holds the data that its header says."""
-        with closing(self.out.open(name)) as reader:
-            held = fingerprint_of(reader, start, SLAB, self._advance)
-        if held != said:
-            raise BadInput(
-                f"{self.out.url}/{name} does not hold what an export has written there: it was damaged or "
-                "changed since.",
-                hint="Delete it, and export again.",
-            )
-
     def _finished(self, name: str, tensors: Sequence[PublishedTensor]) -> str | None:
-        """Return the fingerprint of a complete file of this export, by its header, which has the checkpoint;
-        None if there is no such file."""
+        """Return the digest of a complete file of this export, by its header, which has the checkpoint; or
+        None."""
         header = file_header(tensors, self._identity)
         entry = self.out.stat(name)
         if entry is None or entry.size != len(header) + sum(tensor.nbytes for tensor in tensors):
@@ -395,3 +383,11 @@ class _Slab(NamedTuple):
     offset: int
     memory: ScratchBuffer
     buffers: Sequence[memoryview]
+
+
+def _digested(slabs: Iterable[_Slab], update: Callable[[memoryview], None]) -> Iterator[_Slab]:
+    """Yield slabs after `update` has had their bytes, in order."""
+    for slab in slabs:
+        for data in slab.buffers:
+            update(data)
+        yield slab

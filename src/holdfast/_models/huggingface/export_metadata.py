@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import chain
 from typing import TypeAlias
 
 import msgspec
+import xxhash
 
-from holdfast._core.base.values import Buffer
 from holdfast._core.format.container import encode_header
 from holdfast._core.format.digest import digest, hex_digest
-from holdfast._core.format.fingerprint import box_sums, nothing, text_of
-from holdfast._core.layout.box import Box
 from holdfast._core.layout.tensor import DTYPES, FLOATS
-from holdfast._core.store.base import Reader
+from holdfast._core.store.base import Store
 from holdfast._models.huggingface.published_tensors import PublishedTensor
 from holdfast._models.huggingface.quantizing import configuration
 from holdfast._models.views import hub_format as hf
 from holdfast._models.views.published_model import QUANTIZATION
+from holdfast.errors import BadInput
 
 Files: TypeAlias = "list[tuple[str, list[PublishedTensor]]]"
 """The files of an export, each with its tensors in order."""
 _DATA, _SAID = "holdfast.data", b'"holdfast.data":"'
-"""The key of the fingerprint of a file's data; what stands before it in a header."""
+"""The key of the digest of a file's data; what stands before it in a header."""
 _UNKNOWN = "0" * 32
-"""Stands for a fingerprint that is not known yet, and is as long."""
+"""Stands for a digest that is not known yet, and is as long."""
+DataDigest = xxhash.xxh3_128
+"""The digest of a file's data, of all its bytes in order: faster than storage."""
+_PIECE = 32 << 20
+"""Bytes that are read at a time."""
 _LEFT_OUT = (QUANTIZATION, hf.WEIGHTS_NAMED)
 """Keys of a configuration that describe files which are not written."""
 
 
 def file_header(tensors: Sequence[PublishedTensor], identity: str, data: str = _UNKNOWN) -> bytes:
-    """Return the header of a file with these tensors. identity: of the checkpoint. data: the fingerprint of
-    what follows, when it is known."""
+    """Return the header of a file with these tensors. identity: of the checkpoint. data: the digest of what
+    follows, when it is known."""
     rows, start = [], 0
     for tensor in chain.from_iterable(tensor.stored() for tensor in tensors):
         stop = start + tensor.nbytes
@@ -47,7 +50,7 @@ def file_header(tensors: Sequence[PublishedTensor], identity: str, data: str = _
 
 
 def data_said(header: bytes, expected: bytes) -> str | None:
-    """Return the fingerprint of the data that a file's header says; None if it says anything else than
+    """Return the digest of the data that a file's header says; None if it says anything else than
     `expected`, which has none."""
     start = expected.index(_SAID) + len(_SAID)
     stop = start + len(_UNKNOWN)
@@ -55,34 +58,22 @@ def data_said(header: bytes, expected: bytes) -> str | None:
     return header[start:stop].decode("latin-1") if is_it else None
 
 
-class DataSums:
-    """The sums of a file's data; threads add parts of it in any order."""
+def check_data(out: Store, name: str, start: int, said: str, advance: Callable[[int], None]) -> None:
+    """Raise BadInput unless a finished file still holds the data whose digest its header says.
 
-    def __init__(self) -> None:
-        self._sums, self._lock = nothing(), threading.Lock()
-
-    def add(self, position: int, buffers: Sequence[Buffer]) -> int:
-        """Add parts that follow each other, the first from `position` in the data on; return their bytes."""
-        mine, size = nothing(), 0
-        for data in buffers:
-            mine += box_sums(data, 1, Box((position + size,), (len(data),)))
-            size += len(data)
-        with self._lock:
-            self._sums += mine
-        return size
-
-    def fingerprint(self) -> str:
-        return text_of(self._sums)
-
-
-def fingerprint_of(reader: Reader, start: int, step: int, advance: Callable[[int], None]) -> str:
-    """Return the fingerprint of a file's data, which begins at `start`. It reads `step` bytes at a time, and
-    calls `advance` with their number."""
-    sums, position = DataSums(), 0
-    while data := reader.read(start + position, step):
-        position += sums.add(position, [data])
-        advance(len(data))
-    return sums.fingerprint()
+    start: where the data begins. advance: called with the numbers of bytes that have been read.
+    """
+    digest = DataDigest()
+    with closing(out.open(name)) as reader:
+        while data := reader.read(start, _PIECE):
+            digest.update(data)
+            start += len(data)
+            advance(len(data))
+    if digest.hexdigest() != said:
+        raise BadInput(
+            f"{out.url}/{name} does not hold what an export has written there: it was damaged or changed since.",
+            hint="Delete it, and export again.",
+        )
 
 
 def weights_index(files: Files) -> bytes:
