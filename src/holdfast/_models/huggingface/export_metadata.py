@@ -71,7 +71,8 @@ def check_data(out: Store, name: str, start: int, said: str, advance: Callable[[
             advance(len(data))
     if digest.hexdigest() != said:
         raise BadInput(
-            f"{out.url}/{name} does not hold what an export has written there: it was damaged or changed since.",
+            f"{out.url}/{name} does not hold what an export has written there: it was damaged or changed "
+            "since.",
             hint="Delete it, and export again.",
         )
 
