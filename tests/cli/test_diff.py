@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._tools.checkpoints.diff import compare
+from holdfast._tools.checkpoints import diff
 from tests.cli.conftest import EXPERTS, WIDE, Run, data_files, flip, save_ranks, state_of
 
 Json = Callable[..., tuple[Any, int]]
@@ -45,6 +45,11 @@ def test_the_same_in_another_layout_is_found_by_reading(kept: Path, tmp_path: Pa
     found, code = run_json("diff", kept, one_rank(tmp_path / "b"))
     assert (code, found["same"], found["content"]) == (0, True, [])
     assert found["bytes_read"] == 2 * 4 * (WIDE.numel() + EXPERTS.numel())
+
+
+def compare(a: Path, b: Path, values: bool = False) -> diff.Compared:
+    with holdfast.open(a) as opened:
+        return diff.compare(a, b, lambda _, name, data: opened.decoded(name, data), values)
 
 
 @pytest.mark.parametrize("slab", [10_000, 1 << 16, 1 << 26])
@@ -170,6 +175,14 @@ def test_values_that_json_does_not_have_are_compared(
         holdfast.save({"o": [value]}, tmp_path / place, job=ALONE)
     found = compare(tmp_path / "a", tmp_path / "b")
     assert (found.same, found.untold, len(found.content)) == (equal, (), not equal)
+
+
+def test_objects_of_run_folders_are_compared(tmp_path: Path, run_json: Json) -> None:
+    for place, names in (("a", ("x", "y")), ("b", ("y", "x"))):
+        state = {"o": [{name: np.arange(3) for name in names}]}
+        holdfast.save(state, tmp_path / place / "step-00000001", step=1, job=ALONE)
+    found, code = run_json("diff", tmp_path / "a", tmp_path / "b")
+    assert (code, found["same"]) == (0, True)
 
 
 def test_an_export_and_an_import_change_no_value(tmp_path: Path, run: Run) -> None:

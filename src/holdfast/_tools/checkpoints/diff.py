@@ -10,13 +10,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Protocol
+from functools import partial
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
-import holdfast
 from holdfast._core.existing.comparing import BoxElements, Difference, check_files, differences
 from holdfast._core.existing.target import checkpoint_at, number
 from holdfast._core.format import plain_objects
@@ -98,12 +97,9 @@ class Compared(msgspec.Struct, frozen=True):
         return bool(self.untold) and not differs
 
 
-class Decoder(Protocol):
-    """An opened checkpoint (`holdfast.open`)."""
-
-    def decoded(self, name: str, data: bytes) -> object: ...
-
-    def close(self) -> None: ...
+Decode: TypeAlias = Callable[[Store, str, bytes], object]
+"""Decodes an object, given its checkpoint and name, for errors, and its bytes. HoldfastError if it is
+refused."""
 
 
 @dataclass
@@ -113,15 +109,6 @@ class _Side:
     columns: Columns
     """The rows of common names in both indexes, in the same order."""
     bytes_read: int = 0
-
-    @cached_property
-    def stored(self) -> Decoder:
-        """Decodes objects that are no JSON."""
-        return holdfast.open(self.store)  # by its public name, which is imported at its first use, with torch
-
-    def close(self) -> None:
-        if "stored" in vars(self):
-            self.stored.close()
 
     def chunks(self, row: int) -> _Chunks:
         """Return the digests of each chunk of a tensor."""
@@ -148,6 +135,7 @@ class _Side:
 class _IndexComparison:
     sides: list[_Side]
     values: bool
+    decode: Decode
     content: list[Content] = field(default_factory=list)
     untold: list[Content] = field(default_factory=list)
     changed: list[Changed] = field(default_factory=list)
@@ -166,7 +154,7 @@ class _IndexComparison:
     def _object(self, name: str, row: int) -> None:
         """Compare objects by value and type: other bytes may be an equal value (a dict in another order)."""
         a, b = (side.reader(row)(whole(side.columns.shape_of(row))).data.tobytes() for side in self.sides)
-        equal = are_equal(a, b, lambda data: self.sides[0].stored.decoded(name, data))
+        equal = are_equal(a, b, partial(self.decode, self.sides[0].store, name))
         if not equal:
             found = Content(name, "object", plain_objects.preview(a), plain_objects.preview(b))
             (self.untold if equal is None else self.content).append(found)
@@ -228,9 +216,10 @@ def _numbers(data: Array, dtype: str) -> Array | None:
         return None
 
 
-def compare(a: Folder, b: Folder, values: bool = False) -> Compared:
+def compare(a: Folder, b: Folder, decode: Decode, values: bool = False) -> Compared:
     """Compare two checkpoints; a run folder stands for its newest committed step.
 
+    decode: called for objects in torch's encoding, which takes torch.
     values: also count the elements that differ, and find their largest difference.
 
     Raises CorruptCheckpoint if a data file is missing or has another size: digests alone would not show it.
@@ -249,10 +238,9 @@ def compare(a: Folder, b: Folder, values: bool = False) -> Compared:
         names_a, names_b = first.names(), second.names()
         both = sorted(set(names_a) & set(names_b))
         sides = [_Side(store, index, index.select(index.find(both))) for store, index in opened]
-        work = _IndexComparison(sides, values)
-        with closing(sides[0]):
-            for row in range(len(both)):
-                work.row(row)
+        work = _IndexComparison(sides, values, decode)
+        for row in range(len(both)):
+            work.row(row)
         misplaced = tuple(found for store, index in opened for found in _misplaced(store, index))
     only_a, only_b = sorted(set(names_a) - set(both)), sorted(set(names_b) - set(both))
     unequal = len(work.changed) + len(work.content) + len(work.untold)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
+from contextlib import ExitStack
+from functools import cache, partial
 
 import click
 
+import holdfast
 from holdfast._core.base.values import size_text
 from holdfast._tools.checkpoints.diff import Compared, Content, compare
 from holdfast._tools.cli import output
@@ -23,7 +25,10 @@ def command(a: str, b: str, values: bool, as_json: bool) -> None:
     committed step is compared. Exit code 0: same, 1: different, 2: trouble, such as a data file that is
     missing, or if nothing differs but of some objects it can't be told.
     """
-    comparison = compare(a, b, values)
+    with ExitStack() as stack:
+        # It imports torch, so it is opened only if an object needs it.
+        opened = cache(lambda url: stack.enter_context(holdfast.open(url)))
+        comparison = compare(a, b, lambda store, name, data: opened(store.url).decoded(name, data), values)
     show = partial(_show, a, b)
     output.report(comparison, as_json, show, comparison.same or comparison.is_untold)
     if comparison.is_untold:
