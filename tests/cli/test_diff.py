@@ -49,7 +49,7 @@ def test_the_same_in_another_layout_is_found_by_reading(kept: Path, tmp_path: Pa
 
 def compare(a: Path, b: Path, values: bool = False) -> diff.Compared:
     with holdfast.open(a) as opened:
-        return diff.compare(a, b, lambda _, name, data: opened.decoded(name, data), values)
+        return diff.compare(a, b, values, lambda _, name, data: opened.decoded(name, data))
 
 
 @pytest.mark.parametrize("slab", [10_000, 1 << 16, 1 << 26])

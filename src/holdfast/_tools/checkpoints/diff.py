@@ -30,6 +30,7 @@ from holdfast._core.store.base import Folder, Store
 from holdfast._core.store.pins import Pin
 from holdfast._core.store.run_folder import step_of
 from holdfast._tools.checkpoints.object_values import are_equal
+from holdfast.errors import BadInput
 
 _Chunks = dict[Box, tuple[int, bytes]]
 """For each chunk: the block size in bytes, and the digests of all blocks."""
@@ -216,11 +217,16 @@ def _numbers(data: Array, dtype: str) -> Array | None:
         return None
 
 
-def compare(a: Folder, b: Folder, decode: Decode, values: bool = False) -> Compared:
+def _refuse(store: Store, name: str, data: bytes) -> object:
+    raise BadInput(f"The object {name!r} of {store.url} takes torch to decode.")
+
+
+def compare(a: Folder, b: Folder, values: bool = False, decode: Decode = _refuse) -> Compared:
     """Compare two checkpoints; a run folder stands for its newest committed step.
 
-    decode: called for objects in torch's encoding, which takes torch.
     values: also count the elements that differ, and find their largest difference.
+    decode: called for objects in torch's encoding, which takes torch; without it, of those that are stored
+        otherwise it can't be told whether they differ.
 
     Raises CorruptCheckpoint if a data file is missing or has another size: digests alone would not show it.
     """

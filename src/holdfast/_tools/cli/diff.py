@@ -28,7 +28,7 @@ def command(a: str, b: str, values: bool, as_json: bool) -> None:
     with ExitStack() as stack:
         # It imports torch, so it is opened only if an object needs it.
         opened = cache(lambda url: stack.enter_context(holdfast.open(url)))
-        comparison = compare(a, b, lambda store, name, data: opened(store.url).decoded(name, data), values)
+        comparison = compare(a, b, values, lambda store, name, data: opened(store.url).decoded(name, data))
     show = partial(_show, a, b)
     output.report(comparison, as_json, show, comparison.same or comparison.is_untold)
     if comparison.is_untold:
