@@ -333,7 +333,9 @@ def go_back(rank: int, run: str, folder: str, hosts: int, to: int, step: int) ->
         checkpoints.save(step, jobs.state_of(step, rank, 4))
 
 
-@pytest.mark.parametrize("leaves", [pytest.param(True, marks=pytest.mark.soak), False])
+@pytest.mark.parametrize(
+    "leaves", [pytest.param(True, marks=pytest.mark.soak), pytest.param(False, marks=pytest.mark.wide)]
+)
 def test_a_start_that_went_back_is_followed_before_its_step_is_durable(pairs: Cluster, leaves: bool) -> None:
     """Killed before its durable save has noted which steps the run leaves behind, and after."""
     pairs.save(1, 2, 3)

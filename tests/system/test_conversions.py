@@ -302,7 +302,9 @@ def faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Faults]:
 
 
 @every_call
-@pytest.mark.parametrize("length", [1, FOREVER], ids=["once", "for ever"])
+@pytest.mark.parametrize(
+    "length", [1, pytest.param(FOREVER, marks=pytest.mark.wide)], ids=["once", "for ever"]
+)
 @every_case
 def test_storage_that_fails_at_any_call(
     case: str, length: int, every: int, sources: Path, tmp_path: Path, others: None, faults: Faults

@@ -119,7 +119,7 @@ def test_late_rank_is_waited_for(world: ProcessWorld, tmp_path: Path) -> None:
     [("save.entered", 0.0, ""), ("save.writing", 0.5, "writing"), ("save.written", 0.0, "writ")],
     ids=["before", "during", "after"],
 )
-@pytest.mark.parametrize("victim", [5, 0])
+@pytest.mark.parametrize("victim", [pytest.param(5, marks=pytest.mark.wide), 0])
 def test_killed_rank_is_named(
     mortal: ProcessWorld, tmp_path: Path, event: str, share: float, phase: str, victim: int
 ) -> None:

@@ -110,6 +110,7 @@ def test_the_bits_are_stocks_and_no_collective_is_issued(
     assert beside <= {path.name for path in ours.iterdir()}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("framework", EVERY)
 def test_a_rank_that_does_not_come_is_named(framework: str, published: Path, tmp_path: Path) -> None:
     # The load of mcore-bridge waits for nobody.

@@ -47,6 +47,7 @@ def test_only_the_ranks_that_train_are_waited_for(job: Job, tmp_path: Path) -> N
     assert (tmp_path / "iter_0000000" / "index.safetensors").exists()
 
 
+@pytest.mark.wide
 def test_idle_members_of_the_groups_are_left_out(tmp_path: Path) -> None:
     """The report's literal case: the data-parallel groups contain the ranks of the inference engine."""
     with ProcessWorld(8) as world:

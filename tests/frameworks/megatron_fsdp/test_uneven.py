@@ -175,7 +175,7 @@ def in_memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("examples", [60, pytest.param(500, marks=pytest.mark.soak)])
 def test_any_state_is_saved_bit_for_bit_or_refused_with_a_sentence(
     examples: int, world: ProcessWorld, in_memory: Path
 ) -> None:

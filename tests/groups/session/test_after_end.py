@@ -92,7 +92,7 @@ def test_the_beat_of_a_session_without_a_block_is_no_work_of_the_program(tmp_pat
     assert "threads that are no daemons: 'uploader'" in ended.said
 
 
-@pytest.mark.parametrize("how", ["block", "to the end"])
+@pytest.mark.parametrize("how", ["block", pytest.param("to the end", marks=pytest.mark.wide)])
 def test_a_fork_of_a_rank_leaves_the_job_alone_however_it_ends(how: str, tmp_path: Path) -> None:
     ended = launch("fork", tmp_path, how, world=2)
     assert ended.codes == [0] * 2, ended.said
