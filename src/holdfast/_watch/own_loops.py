@@ -168,7 +168,7 @@ def code_within(step: dis.Instruction) -> Collection[str]:
 
 
 def methods(code: Code, asked: list[int]) -> Iterator[tuple[str, int | None]]:
-    """Return the methods that a loop asks, and where each is loaded; None of one in a generator."""
+    """Yield the methods that a loop asks, and where each is loaded; None of one in a generator."""
     for at in asked:
         step = code.steps[at]
         if step.opname in _ATTRIBUTES:
