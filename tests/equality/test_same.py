@@ -321,7 +321,7 @@ def test_what_is_no_fingerprint_is_not_called_a_difference(wrong: dict[str, Any]
     job = holdfast.Job(no_dist=True)
     holdfast.save(weights(), tmp_path / "a", job=job)
     sent = json.loads(msgspec.json.encode(holdfast.fingerprint(weights(), job=job)))
-    with pytest.raises(BadInput, match="What is given for 'norm' is no fingerprint of a tensor"):
+    with pytest.raises(BadInput, match="The fingerprint of 'norm' can't be that of a tensor"):
         holdfast.same(tmp_path / "a", sent | {"norm": sent["norm"] | wrong})
 
 

@@ -236,7 +236,7 @@ def _fingerprints(place: Mapping[str, object]) -> Mapping[str, Fingerprint]:
     for name, one in found.items():
         if not _is_valid(one):
             raise BadInput(
-                f"What is given for {name!r} is no fingerprint of a tensor, by its dtype, shape or value.",
+                f"The fingerprint of {name!r} can't be that of a tensor, by its dtype, shape or value.",
                 hint="A state is compared by what fingerprint(state) says of it, unchanged.",
                 details={"tensor": name},
             )
