@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast._core.base.threads import members
 from holdfast._core.roster.memory import MemoryRoster
 from holdfast._core.roster.process import _status, children_of, own_sockets, sockets
 from holdfast.errors import CorruptCheckpoint, HoldfastError
@@ -63,11 +64,16 @@ def settled() -> dict[str, Any]:
 def descriptors() -> set[tuple[str, str]]:
     """Every open descriptor, and what it is: a socket has its number. Without connections to the store."""
     found = set()
-    of_others = accepted() | {one.fileno() for one in own_sockets}
+    of_others = to_the_store()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # that of the look itself
             found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+    of_others |= to_the_store()  # a connection that was accepted meanwhile
     return {entry for entry in found if int(entry[0]) not in of_others}
+
+
+def to_the_store() -> set[int]:
+    return accepted() | {one.fileno() for one in members(own_sockets)}
 
 
 def accepted() -> set[int]:
@@ -87,6 +93,13 @@ def accepted() -> set[int]:
 def changed(before: dict[str, Any], kept: Set[str] = frozenset()) -> dict[str, Any]:
     """What is not as it was, once what ends has had time to end, but for what may be kept."""
 
+    found: dict[str, Any] = {}
+
+    def is_over() -> bool:
+        nonlocal found
+        found = others()
+        return found.keys() == kept
+
     def others() -> dict[str, Any]:
         now = surroundings()
         differ = {name: (before[name], now[name]) for name in now if now[name] != before[name]}
@@ -99,8 +112,8 @@ def changed(before: dict[str, Any], kept: Set[str] = frozenset()) -> dict[str, A
         return differ
 
     with suppress(AssertionError):
-        wait_until(lambda: others().keys() == kept, 10.0)
-    return others()
+        wait_until(is_over, 10.0)
+    return found
 
 
 def calls(rank: int, folder: str) -> list[dict[str, Any]]:
@@ -157,6 +170,11 @@ def worlds(rank: int, folder: str, ports: list[int]) -> list[tuple[int, int, int
     """What `count` says after each of several worlds, which their sessions start and end."""
     dist.destroy_process_group()
     found: list[tuple[int, int, int]] = []
+
+    def is_over() -> bool:
+        left.append(count())
+        return fits(left[-1], found[0] if found else (0, 0, 0))
+
     for number in range(2 * len(ports)):
         os.environ.update(
             RANK=str(rank),
@@ -169,9 +187,10 @@ def worlds(rank: int, folder: str, ports: list[int]) -> list[tuple[int, int, int
             s.checkpoints(f"{folder}/run").save(number, {"w": torch.ones(10)})
         assert not dist.is_initialized()
         del s
+        left: list[tuple[int, int, int]] = []
         with suppress(AssertionError):  # what ends has time to
-            wait_until(lambda: fits(count(), found[0] if found else (0, 0, 0)), 20.0 if found else 3.0)
-        found.append(count())
+            wait_until(is_over, 20.0 if found else 3.0)
+        found.append(left[-1])
     return found
 
 

@@ -426,6 +426,32 @@ def test_activity_is_cpu_time_files_and_connections_of_a_process_and_its_childre
     in_a_fork(use)
 
 
+def test_sockets_may_be_added_while_others_are_looked_at() -> None:
+    def use() -> None:
+        ended = threading.Event()
+        kept = [socket.socket() for _ in range(200)]
+        for one in kept:
+            own_sockets.add(one)
+
+        def connect() -> None:
+            while not ended.is_set():
+                with socket.socket() as one:
+                    own_sockets.add(one)
+
+        sys.setswitchinterval(1e-6)
+        thread = threading.Thread(target=connect)
+        thread.start()
+        try:
+            for _ in range(600):
+                next(sockets(), None)
+            assert not {one.fileno() for one in kept} & {one.fileno() for one in sockets()}
+        finally:
+            ended.set()
+            thread.join()
+
+    in_a_fork(use)
+
+
 def test_the_beat_is_no_activity() -> None:
     def use() -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:

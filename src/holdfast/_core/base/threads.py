@@ -6,7 +6,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from contextlib import suppress
+from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 from holdfast.errors import DeadlineExceeded, NotStarted
 
@@ -16,6 +18,7 @@ RAISE_LIMIT = (
 """The hint for errors when no thread or process can be started."""
 
 
+T = TypeVar("T")
 BEGINS_WITHIN = 60.0
 """Seconds within which a new thread must start to run; a machine may be busy."""
 _MAY_REFUSE = sys.version_info[:2] == (3, 12)
@@ -93,6 +96,13 @@ def _begin_late(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
     if not cast("Any", thread)._started.wait(BEGINS_WITHIN):
         raise RuntimeError(f"can't start new thread: it did not begin within {BEGINS_WITHIN:g} s")
+
+
+def members(objects: WeakSet[T]) -> list[T]:
+    """Return the objects of a weak set to which other threads may add: iterating it raises then."""
+    while True:
+        with suppress(RuntimeError):  # changed during the iteration
+            return list(objects)
 
 
 def within(seconds: float, doing: str, action: Callable[[], None]) -> None:

@@ -23,6 +23,8 @@ from weakref import WeakSet
 
 import msgspec
 
+from holdfast._core.base.threads import members
+
 GONE = "ZX"
 """State letters of a process that has ended; its parent may not have asked for its exit code yet."""
 HELD = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in a system call, mostly of storage"}
@@ -259,7 +261,7 @@ own_sockets: WeakSet[socket.socket] = WeakSet()
 
 def sockets() -> Iterator[socket.socket]:
     """Yield every socket of this process except `own_sockets`, for inspection only."""
-    own = {one.fileno() for one in own_sockets}
+    own = {one.fileno() for one in members(own_sockets)}
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
             if number not in own and S_ISSOCK(os.fstat(number).st_mode):

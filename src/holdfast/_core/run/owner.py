@@ -33,7 +33,7 @@ import msgspec
 
 from holdfast._core.base.deadline import Deadline
 from holdfast._core.base.options import read_environment
-from holdfast._core.base.threads import start_thread, within
+from holdfast._core.base.threads import members, start_thread, within
 from holdfast._core.format.names import OWNER
 from holdfast._core.roster.lost import by_kernel
 from holdfast._core.roster.process import Identity, this_process
@@ -359,7 +359,7 @@ def _give_back() -> None:
     end."""
     releases = []
     for lease in list(_leases.values()):
-        for user in list(lease._users):
+        for user in members(lease._users):
             with suppress(HoldfastError):
                 releases.append(start_thread(partial(lease._leave, user), "holdfast-release"))
     ends = time.monotonic() + GIVING_UP

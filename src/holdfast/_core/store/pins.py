@@ -30,7 +30,7 @@ from typing import Protocol, cast
 from weakref import WeakSet
 
 from holdfast._core.base.deadline import REAL_CLOCK, Deadline
-from holdfast._core.base.threads import start_thread
+from holdfast._core.base.threads import members, start_thread
 from holdfast._core.format.names import INDEX, PINS
 from holdfast._core.store.base import Reader, Store, bounded, capabilities, look_at_files
 from holdfast._core.store.filesystem import (
@@ -255,7 +255,7 @@ def _register() -> None:
 
 def _give_back() -> None:
     """At exit: delete all, if storage responds."""
-    pins, ends = list(_live), REAL_CLOCK.now() + _AT_EXIT
+    pins, ends = members(_live), REAL_CLOCK.now() + _AT_EXIT
     for pin in pins:
         pin.let_go()
     for pin in pins:
